@@ -1,0 +1,121 @@
+"""Settings, from the environment and from nowhere else. No I/O beyond reading it.
+
+A plain dataclass and not pydantic-settings: the CLI must start in 150 ms, and importing pydantic is
+most of that. `LLM4AGENTS_URL` picks a remote server; everything else is about the local one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from llm4agents import limits
+from llm4agents.errors import InvalidRequestError
+
+_PREFIX = "LLM4AGENTS_"
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an operator or a user can set; each field is `LLM4AGENTS_<FIELD>` in the environment."""
+
+    state: Path
+    """Store, logs, disks of sandboxes. One server per state directory."""
+    cache: Path
+    """Templates and what they are built from, by content. Safe to delete while no server runs."""
+    run_dir: Path
+    """`LLM4AGENTS_RUN`: sockets and deadlines of live VMs; short, a socket's path has 107 bytes at most."""
+    url: str | None = None
+    """A remote server's base URL. Unset: the local server over its unix socket."""
+    api_key: str | None = None
+    autostart: bool = True
+    """Whether the first call may start the local server."""
+    require_kvm: bool = False
+    """Refuse to create sandboxes in software emulation."""
+    vmm: str | None = None
+    accel: str | None = None
+    """Force `kvm` or `tcg`; unset means by proof."""
+    qemu: str = "qemu-system-x86_64"
+    server_idle_exit_s: float = limits.SERVER_IDLE_EXIT_S
+    log_level: str = "info"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / "server.sock"
+
+    @property
+    def server_log(self) -> Path:
+        return self.state / "server.log"
+
+
+def load(env: Mapping[str, str]) -> Settings:
+    """Settings from `env`; raises InvalidRequestError naming the variable that cannot be read."""
+
+    def text(name: str) -> str | None:
+        return env.get(_PREFIX + name) or None
+
+    def boolean(name: str, default: bool) -> bool:
+        raw = env.get(_PREFIX + name)
+        if raw is None:
+            return default
+        if raw.lower() in _TRUE | _FALSE:
+            return raw.lower() in _TRUE
+        raise InvalidRequestError(f"{_PREFIX}{name}={raw!r} is neither 1 nor 0")
+
+    def seconds(name: str, default: float) -> float:
+        raw = text(name)
+        try:
+            value = default if raw is None else float(raw)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise InvalidRequestError(f"{_PREFIX}{name}={raw!r} is not a number of seconds")
+        return value
+
+    def directory(name: str, xdg: str, default: str) -> Path:
+        raw = text(name)
+        if raw is not None:
+            return Path(raw).absolute()
+        base = env.get(xdg) or Path(env.get("HOME") or Path.home()) / default
+        return Path(base).absolute() / "llm4agents"
+
+    def one_of(name: str, allowed: tuple[str, ...]) -> str | None:
+        raw = text(name)
+        if raw is not None and raw not in allowed:
+            raise InvalidRequestError(f"{_PREFIX}{name}={raw!r}: expected one of {', '.join(allowed)}")
+        return raw
+
+    state = directory("STATE", "XDG_STATE_HOME", ".local/state")
+    run = text("RUN")
+    if run is None:
+        uid = os.geteuid()
+        tag = hashlib.sha256(os.fsencode(state)).hexdigest()[:10]
+        base = env.get("XDG_RUNTIME_DIR") or ("/run" if uid == 0 else "/tmp")  # noqa: S108 (owner and mode are checked on use)
+        run_dir = Path(base) / f"llm4agents-{uid}-{tag}"
+    else:
+        run_dir = Path(run).absolute()
+    return Settings(
+        state=state,
+        cache=directory("CACHE", "XDG_CACHE_HOME", ".cache"),
+        run_dir=run_dir,
+        url=text("URL"),
+        api_key=text("API_KEY"),
+        autostart=boolean("AUTOSTART", True),
+        require_kvm=boolean("REQUIRE_KVM", False),
+        vmm=one_of("VMM", ("qemu",)),
+        accel=one_of("ACCEL", ("kvm", "tcg")),
+        qemu=text("QEMU") or "qemu-system-x86_64",
+        server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),
+        log_level=text("LOG_LEVEL") or "info",
+    )
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The process's settings, read once."""
+    return load(os.environ)

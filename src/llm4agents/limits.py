@@ -1,0 +1,60 @@
+"""Every bound in one place, unit last in its name. Changing one is a change of SPECIFICATION.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Guest protocol (docs/design/protocol.md)
+FRAME_PAYLOAD_BYTES_MAX: Final = 65_536
+STREAM_CREDIT_BYTES: Final = 262_144
+STREAM_WINDOW_BYTES_MAX: Final = 4_194_304
+HUNT_BYTES_MAX: Final = 8_388_608
+STREAMS_PER_SESSION_MAX: Final = 1_024
+CONTROL_BYTES_MAX: Final = 65_536
+HELLO_TIMEOUT_S: Final = 5.0
+PATH_BYTES_MAX: Final = 4_096
+LIST_ENTRIES_MAX: Final = 100_000
+
+# Boot and clone
+BOOT_TIMEOUT_S: Final = 90.0
+BOOT_TRIES: Final = 2
+RESTORE_TIMEOUT_S: Final = 15.0
+KVM_PROBE_TIMEOUT_S: Final = 5.0
+VM_STOP_TIMEOUT_S: Final = 5.0
+KEEPER_GRACE_S: Final = 5.0
+"""How long after a deadline the keeper waits for a live server to act before it ends the VM itself."""
+SERIAL_LOG_BYTES_MAX: Final = 1_048_576
+
+# Shapes
+VCPUS_MIN: Final = 1
+VCPUS_MAX: Final = 8
+MEMORY_MIB_MIN: Final = 256
+MEMORY_MIB_MAX: Final = 16_384
+MEMORY_MIB_STEP: Final = 128
+DISK_GIB: Final = 5
+VOLUME_SLOTS: Final = 4
+VOLUME_SLOT_BYTES: Final = 1_048_576
+TB_SIZE_MIB: Final = 128
+
+# Defaults of the API
+DEFAULT_TEMPLATE: Final = "python"
+DEFAULT_VCPUS: Final = 1
+DEFAULT_MEMORY_MIB: Final = 1_024
+IDLE_TIMEOUT_S: Final = 300
+IDLE_TIMEOUT_S_MAX: Final = 86_400
+LIFE_S_MAX: Final = 86_400
+CODE_TIMEOUT_S: Final = 300
+EXEC_TIMEOUT_S: Final = 60
+
+# API
+EXEC_OUTPUT_BYTES_MAX: Final = 16_777_216
+"""What a waited-for (not streamed) exec keeps of each of stdout and stderr; the rest is counted and dropped."""
+CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
+CODE_BYTES_MAX: Final = 4_194_304
+ARGV_BYTES_MAX: Final = 65_536 - 4_096
+ENV_BYTES_MAX: Final = 32_768
+METADATA_BYTES_MAX: Final = 16_384
+SERVER_IDLE_EXIT_S: Final = 60.0
+SERVER_START_TIMEOUT_S: Final = 30.0
+DISK_FREE_BYTES_MIN: Final = 512 * 1_048_576
+"""Below this much free disk under the state directory nothing new is created."""

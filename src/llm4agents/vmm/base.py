@@ -1,0 +1,197 @@
+"""The contract every VMM driver meets; `tests/contract` runs one suite against each.
+
+Not here: what a sandbox is (engine), what its disks hold (images), what is said over the channel
+(guest). A driver knows machines: boot one, freeze it, clone it, end it.
+
+A *machine* is one VMM process. It is started through the shim (`shim/`), which jails it, is its parent,
+keeps its deadline and writes down how it ended; so a machine outlives the server that started it and
+any later server can adopt it from its `MachineRecord` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Accelerator = Literal["kvm", "tcg"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What only some drivers can do; asked for here, never by a method that some lack."""
+
+    vmm: str
+    version: str
+    accelerator: Accelerator
+    why_not_kvm: str | None
+    """None when KVM is used; else the reason the probe found, in words for `doctor`."""
+    private_memory_clone: bool
+    differential_pause: bool
+    nested: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """One block device. `slot` names it to the driver: `root`, `upper`, `vol0`…"""
+
+    slot: str
+    path: Path
+    format: Literal["raw", "qcow2"]
+    read_only: bool
+    backing: Path | None = None
+    """For qcow2: the file it lies over, so that a jail can let the VMM read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """The shape of a machine. A clone's shape is its template's: other memory or vCPUs do not load."""
+
+    vcpus: int
+    memory_mib: int
+    kernel: Path
+    """Uncompressed ELF vmlinux."""
+    initrd: Path
+    disks: tuple[Disk, ...]
+    """`root` (EROFS, read-only), `upper` (writable). Volume slots are added by the driver."""
+    kernel_release: str = ""
+    kernel_args: tuple[str, ...] = ()
+    nested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one machine lives on this host; made by the engine, one per machine, never shared.
+
+    `run_dir` (exists, mode 0700, ours) gets sockets, serial log, deadline and exit record. `deadline_unix`
+    (seconds, wall clock) is written to `run_dir/deadline` before the VMM starts; None = no deadline.
+    """
+
+    id: str
+    run_dir: Path
+    deadline_unix: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A frozen machine on disk: directory with `manifest.json` (written last, atomically), `memory`, `state`.
+
+    `identity` (JSON-able, equal strings) says which machines can load it: driver, VMM version, accelerator,
+    CPU model and TSC, kernel digest, device layout, memory, vCPUs. A mismatch is a VersionMismatchError.
+    """
+
+    path: Path
+    spec: MachineSpec
+    identity: dict[str, str]
+    memory_bytes: int
+    """Bytes of memory that are not zero (what it costs on disk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRecord:
+    """What a later server needs to adopt a machine; JSON-able through `to_json`/`from_json`."""
+
+    driver: str
+    id: str
+    run_dir: Path
+    shim_pid: int
+    shim_start_ticks: int
+    vmm_pid: int
+    vmm_start_ticks: int
+    uid: int
+    """The uid the VMM runs under: unique to the machine as root, else our own."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value := getattr(self, name), Path) else value for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> MachineRecord:
+        return cls(**{**body, "run_dir": Path(body["run_dir"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a VMM ended, from the shim's record (`run_dir/exit`), readable after a server's crash."""
+
+    code: int | None
+    signal: int | None
+    reason: Literal["exited", "stopped", "deadline", "lost"]
+    console_tail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    cpu_ns: int
+    pss_bytes: int
+    rss_bytes: int
+
+
+class Channel(Protocol):
+    """The raw byte stream to the guest's agent, before any protocol. A non-blocking connected socket's fd."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Machine(Protocol):
+    """A live (or just ended) VMM process. Methods raise ConflictError when its state forbids the call."""
+
+    @property
+    def record(self) -> MachineRecord: ...
+
+    async def channel(self) -> Channel:
+        """Connect to the guest's agent channel. One connection at a time; connecting replaces none."""
+
+    async def pause(self) -> None:
+        """Stop the vCPUs. Idempotent."""
+
+    async def resume(self) -> None:
+        """Run the vCPUs. Idempotent."""
+
+    async def snapshot(self, directory: Path) -> Snapshot:
+        """Write a full snapshot of the paused machine into `directory` (must not exist). The machine stays paused.
+
+        Only a machine from `boot` can be snapshotted this way here (its memory is a shared file).
+        """
+
+    async def set_deadline(self, unix: float | None) -> None:
+        """Move the deadline the shim keeps. Takes effect at once, also when it moves nearer."""
+
+    async def stop(self) -> Exit:
+        """End the VMM now (no guest shutdown), wait for it, leave nothing but `run_dir/exit`. Idempotent."""
+
+    async def wait(self) -> Exit:
+        """Return when the VMM has ended, however that came about."""
+
+    async def stats(self) -> Stats: ...
+
+
+class Driver(Protocol):
+    """Makes machines. Holds no per-sandbox state but sealed template memory."""
+
+    name: str
+
+    async def capabilities(self) -> Capabilities:
+        """What this host can do with this VMM; runs the boot probe once and caches its answer on disk.
+
+        Raises HostSetupError when the VMM cannot run here at all, naming what to install.
+        """
+
+    def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
+        """The identity a snapshot of `spec` would have if made now. Pure."""
+
+    async def boot(self, spec: MachineSpec, placement: Placement) -> Machine:
+        """Cold boot. Returns when the VMM runs; the caller waits for the agent (BOOT_TIMEOUT_S) and may retry."""
+
+    async def restore(self, snapshot: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> Machine:
+        """Clone: map the snapshot's memory privately, load its state with `disks` in its slots; paused.
+
+        The caller connects the channel, then calls `resume`.
+        """
+
+    async def adopt(self, record: MachineRecord) -> Machine | None:
+        """The live machine of that record, or None when it is gone (then its exit record, if any, is in run_dir)."""
+
+    async def release(self, snapshot_path: Path) -> None:
+        """Let go of what is held for clones of that snapshot (sealed memory). Idempotent."""

@@ -1,0 +1,105 @@
+"""Imports point one way, pure modules do no I/O, modules stay small: the structure of design.md, enforced."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
+
+BASE = {"errors", "config", "limits", "binaries"}
+MAY_IMPORT = {
+    "errors": set(),
+    "limits": set(),
+    "config": {"errors", "limits"},
+    "binaries": {"config", "errors"},
+    "store": BASE,
+    "guest": BASE,
+    "vmm": BASE,
+    "images": BASE,
+    "barrier": BASE,
+    "wallet": BASE | {"store"},
+    "engine": BASE | {"store", "guest", "vmm", "images", "barrier", "wallet"},
+    "api": BASE | {"engine"},
+    "sdk": BASE,
+    "cli": BASE | {"sdk"},
+    "": BASE | {"sdk"},
+    "__main__": {"cli"},
+}
+# Stated exceptions, each with its reason.
+ALLOWED = {
+    ("sdk", "engine.doctor"): "doctor must work where the server cannot start",
+}
+PURE = [
+    "engine/lifecycle.py",
+    "guest/frames.py",
+    "images/spec.py",
+    "vmm/base.py",
+    "vmm/qemu/command.py",
+    "errors.py",
+    "limits.py",
+]
+IO_MODULES = {"asyncio", "socket", "subprocess", "shutil", "sqlite3", "httpx", "threading", "tempfile", "fcntl"}
+
+
+def _files() -> Iterator[Path]:
+    for path in sorted(SRC.rglob("*.py")):
+        if "data" not in path.relative_to(SRC).parts:
+            yield path
+
+
+def _imports(path: Path, *, runtime_only: bool = False) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if runtime_only and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped.update(ast.walk(node))
+    package = ("llm4agents", *path.relative_to(SRC).parts[:-1])
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _room(path: Path) -> str:
+    relative = path.relative_to(SRC)
+    if len(relative.parts) > 1:
+        return relative.parts[0]
+    return "" if relative.stem == "__init__" else relative.stem
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = _room(path)
+    allowed = MAY_IMPORT[room] | {room}
+    exceptions = {name for (of, name) in ALLOWED if of == room}
+    rooms = {p.name for p in SRC.iterdir() if p.is_dir()} | {p.stem for p in SRC.glob("*.py")} - {"__init__"}
+    for name in _imports(path):
+        parts = name.split(".")
+        if parts[0] != "llm4agents" or len(parts) < 2 or parts[1] not in rooms:
+            continue
+        if any(name == f"llm4agents.{e}" or name.startswith(f"llm4agents.{e}.") for e in exceptions):
+            continue
+        if name == "llm4agents.engine" and any(e.startswith("engine.") for e in exceptions):
+            continue
+        assert parts[1] in allowed, f"{path.relative_to(SRC)} ({room or 'package root'}) must not import {name}"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_import_no_io(name: str) -> None:
+    bad = IO_MODULES & {module.split(".")[0] for module in _imports(SRC / name, runtime_only=True)}
+    assert not bad, f"{name} is pure and must not import {sorted(bad)}"
+
+
+def test_modules_are_small() -> None:
+    long = {str(p.relative_to(SRC)): n for p in _files() if "_sync" not in p.parts and (n := len(p.read_text().splitlines())) > 650}
+    assert not long, f"split these: {long}"

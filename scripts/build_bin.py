@@ -28,8 +28,22 @@ def main() -> None:
         }
         target = "x86_64-unknown-linux-gnu"
         subprocess.run(
-            ["cargo", "build", "--release", "--locked", "--target", target, "-p", "llm4agents-agent", "-p", "llm4agents-shim"],
-            cwd=ROOT, env=env, check=True, stdout=sys.stderr,
+            [
+                "cargo",
+                "build",
+                "--release",
+                "--locked",
+                "--target",
+                target,
+                "-p",
+                "llm4agents-agent",
+                "-p",
+                "llm4agents-shim",
+            ],
+            cwd=ROOT,
+            env=env,
+            check=True,
+            stdout=sys.stderr,
         )
         staging = dest.with_name(f".{dest.name}.{os.getpid()}")
         staging.mkdir(parents=True, exist_ok=True)

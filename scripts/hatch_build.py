@@ -17,7 +17,10 @@ class BuildBinaries(BuildHookInterface):  # type: ignore[type-arg]
             return
         root = Path(self.root)
         out = subprocess.run(
-            [sys.executable, str(root / "scripts" / "build_bin.py")], check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(root / "scripts" / "build_bin.py")],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         directory = Path(out.stdout.strip())
         for binary in sorted(directory.iterdir()):

@@ -1,5 +1,128 @@
-//! Parent of one virtual machine monitor; being written.
+//! The shim: parent of one virtual machine monitor (VMM).
+//!
+//! A server that starts VMs can crash; the VMs, their deadlines and the record of how they ended must not
+//! depend on it. So each VMM's parent is this: it reads what to start from descriptor 0 (`config`), puts the
+//! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` or `error: words`, and
+//! then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
+//! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`.
+//! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz.
+//!
+//! Not here: anything about QEMU or any other VMM, networks, disks, the guest.
 
-fn main() {
-    let _ = unsafe { libc::setsid() };
+mod config;
+mod jail;
+mod keeper;
+mod record;
+mod sys;
+mod tsc;
+
+use std::ffi::CString;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::process::ExitCode;
+
+use config::Config;
+
+const CAP_KILL: u64 = 1 << 5;
+const WATCHED: u32 = libc::IN_CLOSE_WRITE
+    | libc::IN_MOVED_TO
+    | libc::IN_MOVED_FROM
+    | libc::IN_DELETE
+    | libc::IN_DELETE_SELF
+    | libc::IN_MOVE_SELF
+    | libc::IN_ONLYDIR;
+
+fn main() -> ExitCode {
+    match std::env::args().nth(1).as_deref() {
+        None => {}
+        Some("--version") => {
+            println!("{}", env!("CARGO_PKG_VERSION"));
+            return ExitCode::SUCCESS;
+        }
+        Some("--tsc") => match tsc::measure() {
+            Ok(khz) => {
+                println!("{khz}");
+                return ExitCode::SUCCESS;
+            }
+            Err(words) => {
+                eprintln!("{words}");
+                return ExitCode::FAILURE;
+            }
+        },
+        Some(other) => {
+            eprintln!("unknown argument {other}: the configuration is read from standard input");
+            return ExitCode::FAILURE;
+        }
+    }
+    let config = sys::read_to_end(0, config::CONFIG_BYTES_MAX)
+        .map_err(|error| format!("reading the configuration: {error}"))
+        .and_then(|raw| Config::parse(&raw));
+    let config = match config {
+        Ok(config) => config,
+        Err(words) => {
+            // Without a configuration there is no status descriptor: standard error is all there is.
+            eprintln!("error: {words}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(&config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(words) => {
+            let _ = sys::write_all(config.status, format!("error: {words}\n").as_bytes());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(config: &Config) -> Result<(), String> {
+    let said = |step: &'static str| move |error: std::io::Error| format!("{step}: {error}");
+    unsafe { libc::setsid() };
+    unsafe { libc::umask(0o077) };
+    let dir = sys::open(&config.run_dir, libc::O_RDONLY | libc::O_DIRECTORY).map_err(said("opening run_dir"))?;
+    // Watched before the child exists: a deadline that moves while we start is not missed.
+    let watch = sys::inotify(&config.run_dir, WATCHED).map_err(said("watching run_dir"))?;
+    let signals = sys::signalfd(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP])
+        .map_err(said("signalfd"))?;
+    let (console, console_end) = sys::pipe().map_err(said("pipe"))?;
+    let (stderr, stderr_end) = sys::pipe().map_err(said("pipe"))?;
+    let (failure, failure_end) = sys::pipe().map_err(said("pipe"))?;
+    let shim = unsafe { libc::getpid() };
+    let vmm = sys::check(unsafe { libc::fork() }).map_err(said("fork"))?;
+    if vmm == 0 {
+        let pipes = jail::Pipes { console: &console_end, stderr: &stderr_end, failure: &failure_end };
+        jail::enter(config, &pipes, shim);
+    }
+    drop((console_end, stderr_end, failure_end));
+    let answer = settle(config, &failure, vmm, shim)?;
+    drop(failure);
+    let words = format!("{answer}\n");
+    sys::write_all(config.status, words.as_bytes()).map_err(said("answering"))?;
+    unsafe { libc::close(config.status) };
+    keeper::Keeper { config, dir: &dir, vmm, signals, watch, console, stderr }
+        .run()
+        .map_err(|error| format!("keeping the VMM: {error}"))
+}
+
+/// Wait until the child has become the VMM, let go of what is not ours to hold, and say who is who.
+fn settle(config: &Config, failure: &OwnedFd, vmm: libc::pid_t, shim: libc::pid_t) -> Result<String, String> {
+    // A listening socket held here too would let a connection to a dead VM hang instead of fail.
+    for &fd in &config.fds {
+        unsafe { libc::close(fd) };
+    }
+    let null = CString::new("/dev/null").map_err(|error| error.to_string())?;
+    let null = sys::open(&null, libc::O_RDWR).map_err(|error| format!("/dev/null: {error}"))?;
+    for place in 0..3 {
+        unsafe { libc::dup2(null.as_raw_fd(), place) };
+    }
+    let root = unsafe { libc::geteuid() } == 0;
+    // The VMM of a root's shim has another uid: to be able to end it is the one right that is kept.
+    sys::capset(if root { CAP_KILL } else { 0 }).map_err(|error| format!("dropping capabilities: {error}"))?;
+    sys::no_new_privs().map_err(|error| format!("no_new_privs: {error}"))?;
+    unsafe { libc::fcntl(failure.as_raw_fd(), libc::F_SETFL, 0) };
+    let words = sys::read_to_end(failure.as_raw_fd(), 4096).unwrap_or_default();
+    if !words.is_empty() {
+        unsafe { libc::waitpid(vmm, std::ptr::null_mut(), 0) };
+        return Err(String::from_utf8_lossy(&words).into_owned());
+    }
+    let born = |pid| sys::start_ticks(pid).map_err(|error| format!("the VMM ended at once: {error}"));
+    Ok(format!("ok {vmm} {} {shim} {}", born(vmm)?, born(shim)?))
 }

@@ -2,8 +2,8 @@
 //!
 //! A server that starts VMs can crash; the VMs, their deadlines and the record of how they ended must not
 //! depend on it. So each VMM's parent is this: it reads what to start from descriptor 0 (`config`), puts the
-//! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` or `error: words`, and
-//! then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
+//! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` (start
+//! times in clock ticks) or `error: words`, and then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
 //! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`.
 //! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz.
 //!
@@ -77,6 +77,9 @@ fn run(config: &Config) -> Result<(), String> {
     let said = |step: &'static str| move |error: std::io::Error| format!("{step}: {error}");
     unsafe { libc::setsid() };
     unsafe { libc::umask(0o077) };
+    // What the server holds without close-on-exec is not for us, and still less for the VMM.
+    let named = config.fds.iter().chain(&config.hold).chain([&config.status]);
+    sys::close_others(3, &mut named.copied().collect::<Vec<_>>());
     let dir = sys::open(&config.run_dir, libc::O_RDONLY | libc::O_DIRECTORY).map_err(said("opening run_dir"))?;
     // Watched before the child exists: a deadline that moves while we start is not missed.
     let watch = sys::inotify(&config.run_dir, WATCHED).map_err(said("watching run_dir"))?;

@@ -123,12 +123,29 @@ pub fn timer_set(timer: &OwnedFd, seconds: Option<f64>) -> Result<()> {
 
 /// Close every descriptor from `first` on.
 pub fn close_from(first: RawFd) {
-    let done = unsafe { libc::syscall(libc::SYS_close_range, first as libc::c_uint, libc::c_uint::MAX, 0) };
+    close_range(first, RawFd::MAX);
+}
+
+/// Close every descriptor from `first` on but these.
+pub fn close_others(mut first: RawFd, keep: &mut [RawFd]) {
+    keep.sort_unstable();
+    for &mut fd in keep {
+        close_range(first, fd - 1);
+        first = first.max(fd + 1);
+    }
+    close_range(first, RawFd::MAX);
+}
+
+fn close_range(first: RawFd, last: RawFd) {
+    if first > last {
+        return;
+    }
+    let done = unsafe { libc::syscall(libc::SYS_close_range, first as libc::c_uint, last as libc::c_uint, 0) };
     if done < 0 {
         // Linux before 5.9.
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-        for fd in first..(limit.rlim_cur.min(1 << 20) as RawFd) {
+        for fd in first..=last.min(limit.rlim_cur.min(1 << 20) as RawFd) {
             unsafe { libc::close(fd) };
         }
     }

@@ -10,6 +10,7 @@ any later server can adopt it from its `MachineRecord` alone.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,6 +30,12 @@ class Capabilities:
     private_memory_clone: bool
     differential_pause: bool
     nested: bool
+    cpu: str = ""
+    """What the guest sees as its processor, as far as it depends on this host; part of the identity."""
+    tsc_khz: int = 0
+    """Time-stamp counter of this host, measured; a snapshot's clock runs at the rate it was booted with."""
+    warnings: tuple[str, ...] = ()
+    """What an operator should know although it works, in words (an untried pair of VMM and kernel…)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class MachineRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: str(value) if isinstance(value := getattr(self, name), Path) else value for name in self.__slots__}
+        values = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> MachineRecord:
@@ -127,6 +135,19 @@ class Stats:
     rss_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MachineEvent:
+    """Something a machine reports of itself.
+
+    `disk_full`: the host had no room for a write; the machine is *paused* before it, nothing is lost or
+    corrupt, and `resume` tries the write again. `io_error`: a write or read failed for another reason and the
+    guest was told. `paused`, `resumed`: as it says, whoever asked. `ended`: always the last.
+    """
+
+    kind: Literal["disk_full", "io_error", "paused", "resumed", "ended"]
+    detail: str = ""
+
+
 class Channel(Protocol):
     """The raw byte stream to the guest's agent, before any protocol. A non-blocking connected socket's fd."""
 
@@ -141,7 +162,11 @@ class Machine(Protocol):
     def record(self) -> MachineRecord: ...
 
     async def channel(self) -> Channel:
-        """Connect to the guest's agent channel. One connection at a time; connecting replaces none."""
+        """Connect to the guest's agent channel. One connection at a time; connecting replaces none.
+
+        The first call after `boot` or `restore` hands out a connection made before the guest ran, since a
+        guest whose port nobody holds may lose what it writes. Bytes sent to a paused machine are lost.
+        """
 
     async def pause(self) -> None:
         """Stop the vCPUs. Idempotent."""
@@ -164,7 +189,17 @@ class Machine(Protocol):
     async def wait(self) -> Exit:
         """Return when the VMM has ended, however that came about."""
 
-    async def stats(self) -> Stats: ...
+    async def stats(self) -> Stats:
+        """What the VMM process costs now; ConflictError when it has ended."""
+
+    def events(self) -> AsyncIterator[MachineEvent]:
+        """What happens to it from the call on (for one that is adopted: also what it was found in); ends with it.
+
+        Each call is a reader of its own with a bounded queue: one that does not read loses the oldest.
+        """
+
+    async def detach(self) -> None:
+        """Let go of it and leave it running, for `adopt` by another server. Afterwards only `record` is usable."""
 
 
 class Driver(Protocol):
@@ -191,7 +226,10 @@ class Driver(Protocol):
         """
 
     async def adopt(self, record: MachineRecord) -> Machine | None:
-        """The live machine of that record, or None when it is gone (then its exit record, if any, is in run_dir)."""
+        """The live machine of that record, or None when it is gone (its exit record, if any, is in run_dir).
+
+        One that lives but cannot be talked to any more is ended first, and None returned.
+        """
 
     async def release(self, snapshot_path: Path) -> None:
         """Let go of what is held for clones of that snapshot (sealed memory). Idempotent."""

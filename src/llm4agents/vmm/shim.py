@@ -1,0 +1,178 @@
+"""Starting a VMM through the shim (`shim/`): what it is told, and what it answers.
+
+Not here: what the VMM is. Every driver starts its VMM this way, so that jail, deadline and exit record are
+one piece of code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm4agents import binaries, limits
+from llm4agents.errors import BootError, HostSetupError
+from llm4agents.vmm.base import Exit
+
+FIRST_FD = 3
+"""The VMM's descriptors are numbered from here, in the order of `Launch.fds`."""
+HANDSHAKE_TIMEOUT_S = 10.0
+EXIT_BYTES_MAX = 262_144
+DEADLINE, EXIT = "deadline", "exit"
+LOGS = ("serial.log", "serial.log.1", "vmm.log", "vmm.log.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One VMM to start. `argv[0]` is absolute; `fds` are ours and become the VMM's 3, 4, 5…"""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    fds: Sequence[int]
+    run_dir: Path
+    rlimits: dict[str, int]
+    hold: Sequence[int] = ()
+    """Descriptors the shim keeps open while the VMM lives (the lease of its uid)."""
+    uid: int | None = None
+    gid: int | None = None
+    unlink: Sequence[str] = ()
+    """Names in `run_dir` removed when the VMM has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    vmm_pid: int
+    vmm_start_ticks: int
+    shim_pid: int
+    shim_start_ticks: int
+
+
+def encode(launch: Launch, fds: Sequence[int], hold: Sequence[int], status: int) -> bytes:
+    """The configuration the shim reads, for descriptors of these numbers in the shim. Pure."""
+    records: list[tuple[str, str | int]] = [("arg", arg) for arg in launch.argv]
+    records += [("env", f"{name}={value}") for name, value in launch.env.items()]
+    records += [("fd", fd) for fd in fds] + [("hold", fd) for fd in hold]
+    records += [("rlimit", f"{name}:{value}") for name, value in launch.rlimits.items()]
+    records += [("unlink", name) for name in launch.unlink]
+    if launch.uid is not None and launch.gid is not None:
+        records += [("uid", launch.uid), ("gid", launch.gid)]
+    records += [
+        ("status", status),
+        ("run_dir", str(launch.run_dir)),
+        ("grace_ms", round(limits.KEEPER_GRACE_S * 1000)),
+        ("console_bytes_max", limits.SERIAL_LOG_BYTES_MAX),
+        ("oom_score_adj", 500),
+    ]
+    return b"".join(os.fsencode(f"{key}={value}") + b"\0" for key, value in records)
+
+
+async def start(launch: Launch) -> Started:
+    """Start it and return when it has become the VMM (its `execve` succeeded).
+
+    The caller keeps its own copies of the descriptors. Raises BootError with the shim's words when it could
+    not, HostSetupError when there is no shim.
+    """
+    binary = str(binaries.path(binaries.SHIM))
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    config = os.memfd_create("shim-config", os.MFD_CLOEXEC)
+    try:
+        sources = [*launch.fds, *launch.hold, writer]
+        # Above every descriptor that is copied, so that no copy lands on one still to be copied.
+        base = max([*sources, config, 2]) + 1
+        placed = list(range(base, base + len(sources)))
+        cut = len(launch.fds)
+        os.set_blocking(writer, True)
+        os.write(config, encode(launch, placed[:cut], placed[cut:-1], placed[-1]))
+        os.lseek(config, 0, os.SEEK_SET)
+        actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, placed, strict=True)]
+        actions.append((os.POSIX_SPAWN_DUP2, config, 0))
+        try:
+            pid = os.posix_spawn(binary, ["llm4agents-shim"], {}, file_actions=actions)
+        except OSError as error:
+            raise HostSetupError(f"the shim {binary} cannot be started: {error.strerror}") from error
+        os.close(writer)
+        writer = -1
+        try:
+            answer = await asyncio.wait_for(_read_line(reader), HANDSHAKE_TIMEOUT_S)
+        except TimeoutError:
+            answer = "error: the shim did not answer"
+        except asyncio.CancelledError:
+            _end(pid)
+            raise
+        return _parse(answer, pid)
+    finally:
+        for fd in (reader, writer, config):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _parse(answer: str, pid: int) -> Started:
+    words = answer.split()
+    if len(words) == 5 and words[0] == "ok":
+        return Started(*map(int, words[1:]))
+    _end(pid)
+    raise BootError(
+        f"the virtual machine monitor could not be started: {answer.removeprefix('error: ').strip() or 'no answer'}"
+    )
+
+
+def _end(pid: int) -> None:
+    """End a shim that is our child and is of no use; its VMM goes with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 9)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+async def _read_line(fd: int) -> str:
+    """What the pipe holds up to its end or a newline; at most 4 KiB."""
+    loop = asyncio.get_running_loop()
+    text = b""
+    while len(text) < 4096:
+        ready = loop.create_future()
+        loop.add_reader(fd, lambda ready=ready: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            loop.remove_reader(fd)
+        part = os.read(fd, 4096)
+        text += part
+        if not part or part.endswith(b"\n"):
+            break
+    return text.decode(errors="replace")
+
+
+def write_deadline(run_dir: Path, unix: float | None) -> None:
+    """Set, move or (None) lift the deadline the shim keeps; whole or not at all."""
+    temporary = run_dir / f".{DEADLINE}.{os.getpid()}"
+    temporary.write_text("" if unix is None else f"{unix:.3f}\n")
+    temporary.rename(run_dir / DEADLINE)
+
+
+def read_exit(run_dir: Path) -> Exit:
+    """How the VMM of `run_dir` ended; reason `lost` when the shim could not write it down."""
+    body: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        raw = (run_dir / EXIT).open("rb").read(EXIT_BYTES_MAX)
+        body = json.loads(raw)
+    if not isinstance(body, dict) or body.get("reason") not in ("exited", "stopped", "deadline"):
+        return Exit(code=None, signal=None, reason="lost", console_tail=console_tail(run_dir))
+    tail = str(body.get("console_tail") or "")
+    stderr = str(body.get("stderr_tail") or "")
+    return Exit(body.get("code"), body.get("signal"), body["reason"], tail + (f"\n[vmm] {stderr}" if stderr else ""))
+
+
+def console_tail(run_dir: Path, bytes_max: int = 8192) -> str:
+    """The end of the serial console's log, of a VM alive or not; empty when there is none."""
+    tail = b""
+    for name in ("serial.log.1", "serial.log"):
+        with contextlib.suppress(OSError), (run_dir / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - bytes_max))
+            tail += file.read(bytes_max)
+    return tail[-bytes_max:].decode(errors="replace")

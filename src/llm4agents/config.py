@@ -93,7 +93,7 @@ def load(env: Mapping[str, str]) -> Settings:
     state = directory("STATE", "XDG_STATE_HOME", ".local/state")
     run = text("RUN")
     if run is None:
-        uid = os.geteuid()
+        uid = os.geteuid() if hasattr(os, "geteuid") else 0  # Windows: a client of remote servers only
         tag = hashlib.sha256(os.fsencode(state)).hexdigest()[:10]
         base = env.get("XDG_RUNTIME_DIR") or ("/run" if uid == 0 else "/tmp")  # noqa: S108 (owner and mode are checked on use)
         run_dir = Path(base) / f"llm4agents-{uid}-{tag}"

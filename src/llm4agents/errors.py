@@ -18,21 +18,22 @@ without reading words:
     │   ├── VersionMismatchError     a store, snapshot or server of another version
     │   ├── BootError                the VM never became ready; carries the tail of its console
     │   └── UnsupportedPlatformError not Linux: only a remote server can be used from here
-    └── UnknownOutcomeError      outcome "unknown": it may have run, wholly or in part
-        ├── SandboxDiedError         the VM ended under the call; says why when that is known
-        ├── TimedOutError            the deadline passed (also a TimeoutError); what ran was ended
-        ├── ConnectionLostError      the server or the channel went away in mid-call
-        ├── ProtocolError            the guest broke the protocol; its session was ended
-        └── GuestError               the guest's agent failed in a way it could describe (errno)
+    ├── UnknownOutcomeError      outcome "unknown": it may have run, wholly or in part
+    │   ├── SandboxDiedError         the VM ended under the call; says why when that is known
+    │   ├── TimedOutError            the deadline passed (also a TimeoutError); what ran was ended
+    │   ├── ConnectionLostError      the server or the channel went away in mid-call
+    │   ├── ProtocolError            the guest broke the protocol; its session was ended
+    │   └── GuestError               the guest's agent failed in a way it could describe (errno)
+    └── ProgramFailedError       outcome "finished": raised by `.check()` on a result, and only there
 
-Non-zero exits and Python exceptions inside a sandbox are results, not errors of ours.
+Non-zero exits and Python exceptions inside a sandbox are results, not errors of ours, unless asked by `.check()`.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-Outcome = Literal["not_started", "unknown"]
+Outcome = Literal["not_started", "unknown", "finished"]
 
 
 class LLM4AgentsError(Exception):
@@ -179,6 +180,14 @@ class GuestError(UnknownOutcomeError, OSError):
     """The guest's kernel refused what the call asked for."""
 
     code = "guest_error"
+    http_status = 422
+
+
+class ProgramFailedError(LLM4AgentsError):
+    """The program ran in the sandbox and failed."""
+
+    code = "program_failed"
+    outcome = "finished"
     http_status = 422
 
 

@@ -26,7 +26,7 @@ without reading words:
     │   └── GuestError               the guest's agent failed in a way it could describe (errno)
     └── ProgramFailedError       outcome "finished": raised by `.check()` on a result, and only there
 
-Non-zero exits and Python exceptions inside a sandbox are results, not errors of ours, unless asked by `.check()`.
+Non-zero exits and Python exceptions inside a sandbox are results, not errors of ours.
 """
 
 from __future__ import annotations
@@ -221,9 +221,10 @@ def from_wire(body: dict[str, Any], status: int) -> LLM4AgentsError:
     cls = all_errors().get(str(body.get("code")), None)
     if cls is None:
         cls = InvalidRequestError if 400 <= status < 500 else UnknownOutcomeError
-    details = body.get("details")
-    return cls(
+    hint, details = body.get("hint"), body.get("details")
+    error = cls(
         str(body.get("detail") or body.get("title") or f"HTTP {status}"),
-        hint=body.get("hint"),
-        **(details if isinstance(details, dict) else {}),
+        hint=None if hint is None else str(hint),
     )
+    error.details = details if isinstance(details, dict) else {}
+    return error

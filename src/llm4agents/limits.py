@@ -14,6 +14,24 @@ CONTROL_BYTES_MAX: Final = 65_536
 HELLO_TIMEOUT_S: Final = 5.0
 PATH_BYTES_MAX: Final = 4_096
 LIST_ENTRIES_MAX: Final = 100_000
+HELLO_RETRY_S: Final = 2.0
+"""A HELLO not answered in this time is sent again under a new nonce (bytes sent to a stopped VM are lost)."""
+RECV_BYTES_MAX: Final = 262_144
+OUT_BYTES_MAX: Final = 262_144
+"""What a session queues towards its guest before writers wait."""
+WINDOW_TOTAL_BYTES_MAX: Final = 67_108_864
+"""All raised windows of one session together; past it a stream keeps STREAM_CREDIT_BYTES."""
+UNPAID_FRAMES_PER_S_MAX: Final = 1_000
+"""Frames that cost a guest no credit (EVENT, empty DATA); more ends the session."""
+LIST_BYTES_MAX: Final = 67_108_864
+VERB_TIMEOUT_S: Final = 30.0
+STALL_TIMEOUT_S: Final = 60.0
+"""How long a file transfer may make no progress."""
+EXEC_GRACE_S: Final = 5.0
+"""How long after an exec's own timeout the host still waits for the agent's END."""
+CODE_MESSAGE_BYTES_MAX: Final = 33_554_432
+CODE_INTERRUPT_GRACE_S: Final = 5.0
+"""How long an interrupted cell has to end before its worker is replaced."""
 
 # Boot and clone
 BOOT_TIMEOUT_S: Final = 90.0

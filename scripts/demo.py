@@ -30,9 +30,11 @@ WEATHER = {
     "answer": """
 month = df.date.dt.month_name().str[:3]
 order = list(dict.fromkeys(month))
-wet = df.groupby(month).precipitation.sum().reindex(order) / df.date.dt.year.nunique()
-share = df.groupby("weather").precipitation.sum().sort_values(ascending=False) / df.precipitation.sum()
-f"{wet.idxmax()} with {wet.max():.0f} mm a year; {share.index[0]} brings {share.iloc[0]:.0%} of it"
+years = df.date.dt.year.nunique()
+wet = df.groupby(month).precipitation.sum().reindex(order) / years
+share = df.groupby("weather").precipitation.sum().sort_values(ascending=False)
+share /= share.sum()
+f"{wet.idxmax()}, {wet.max():.0f} mm a year; {share.index[0]} brings {share.iloc[0]:.0%} of it"
 """,
     "chart": """
 import matplotlib.pyplot as plt
@@ -40,17 +42,19 @@ fig, ax = plt.subplots(figsize=(7, 3.5))
 ax.bar(wet.index, wet, color="#4c78a8", label="rain")
 ax.set_ylabel("mm a month")
 warm = ax.twinx()
-warm.plot(order, df.groupby(month).temp_max.mean().reindex(order), color="#e45756", label="mean daily maximum")
-warm.set_ylabel("°C")
+warm.plot(order, df.groupby(month).temp_max.mean().reindex(order), color="#e45756")
+warm.set_ylabel("mean daily maximum, °C")
 ax.set_title("Seattle, 2012-2015")
 fig.tight_layout()
 """,
     "follow_up": "And how much warmer is a dry day than a wet one?",
     "follow_up_code": """
 dry = df.precipitation == 0
-f"{df[dry].temp_max.mean() - df[~dry].temp_max.mean():.1f} °C warmer ({dry.sum()} dry days, {(~dry).sum()} wet)"
+gap = df[dry].temp_max.mean() - df[~dry].temp_max.mean()
+f"{gap:.1f} °C warmer ({dry.sum()} dry days, {(~dry).sum()} wet)"
 """,
-    "sql": "SELECT weather, COUNT(*) AS days, ROUND(SUM(precipitation)) AS mm FROM data GROUP BY weather ORDER BY mm DESC",
+    "sql": "SELECT weather, COUNT(*) AS days, ROUND(SUM(precipitation)) AS mm "
+    "FROM data GROUP BY weather ORDER BY mm DESC",
 }
 
 ANY = {
@@ -58,7 +62,8 @@ ANY = {
     "answer": """
 numbers = df.select_dtypes("number")
 spread = (numbers.std() / numbers.mean().abs()).sort_values(ascending=False)
-f"{len(numbers.columns)} numeric columns; {spread.index[0]} varies most (mean {numbers[spread.index[0]].mean():.4g})"
+widest = spread.index[0]
+f"{len(numbers.columns)} numeric columns; {widest} varies most (mean {numbers[widest].mean():.4g})"
 """,
     "chart": """
 import matplotlib.pyplot as plt

@@ -42,7 +42,17 @@ PURE = [
     "errors.py",
     "limits.py",
 ]
-IO_MODULES = {"asyncio", "socket", "subprocess", "shutil", "sqlite3", "httpx", "threading", "tempfile", "fcntl"}
+IO_MODULES = {
+    "asyncio",
+    "socket",
+    "subprocess",
+    "shutil",
+    "sqlite3",
+    "httpx",
+    "threading",
+    "tempfile",
+    "fcntl",
+}
 
 
 def _files() -> Iterator[Path]:
@@ -91,7 +101,9 @@ def test_imports_point_one_way(path: Path) -> None:
             continue
         if name == "llm4agents.engine" and any(e.startswith("engine.") for e in exceptions):
             continue
-        assert parts[1] in allowed, f"{path.relative_to(SRC)} ({room or 'package root'}) must not import {name}"
+        assert parts[1] in allowed, (
+            f"{path.relative_to(SRC)} ({room or 'package root'}) must not import {name}"
+        )
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -101,5 +113,9 @@ def test_pure_modules_import_no_io(name: str) -> None:
 
 
 def test_modules_are_small() -> None:
-    long = {str(p.relative_to(SRC)): n for p in _files() if "_sync" not in p.parts and (n := len(p.read_text().splitlines())) > 650}
+    long = {
+        str(p.relative_to(SRC)): n
+        for p in _files()
+        if "_sync" not in p.parts and (n := len(p.read_text().splitlines())) > 650
+    }
     assert not long, f"split these: {long}"

@@ -89,7 +89,9 @@ async def start(launch: Launch) -> Started:
         os.set_blocking(writer, True)
         os.write(config, encode(launch, placed[:cut], placed[cut:-1], placed[-1]))
         os.lseek(config, 0, os.SEEK_SET)
-        actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, placed, strict=True)]
+        actions = [
+            (os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, placed, strict=True)
+        ]
         actions.append((os.POSIX_SPAWN_DUP2, config, 0))
         try:
             pid = os.posix_spawn(binary, ["llm4agents-shim"], {}, file_actions=actions)
@@ -164,7 +166,9 @@ def read_exit(run_dir: Path) -> Exit:
         return Exit(code=None, signal=None, reason="lost", console_tail=console_tail(run_dir))
     tail = str(body.get("console_tail") or "")
     stderr = str(body.get("stderr_tail") or "")
-    return Exit(body.get("code"), body.get("signal"), body["reason"], tail + (f"\n[vmm] {stderr}" if stderr else ""))
+    return Exit(
+        body.get("code"), body.get("signal"), body["reason"], tail + (f"\n[vmm] {stderr}" if stderr else "")
+    )
 
 
 def console_tail(run_dir: Path, bytes_max: int = 8192) -> str:

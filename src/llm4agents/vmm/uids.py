@@ -35,7 +35,9 @@ def uid_range(uid_map: str) -> range:
     In a user namespace only some are mapped: then the upper half of the largest mapped stretch.
     Raises HostSetupError when there are too few to give every VM its own.
     """
-    stretches = [(int(inside), int(count)) for inside, _, count in (line.split() for line in uid_map.splitlines())]
+    stretches = [
+        (int(inside), int(count)) for inside, _, count in (line.split() for line in uid_map.splitlines())
+    ]
     if any(first <= UID_BASE and UID_BASE + UID_COUNT <= first + count for first, count in stretches):
         return range(UID_BASE, UID_BASE + UID_COUNT)
     first, count = max(stretches, key=lambda stretch: stretch[1], default=(0, 0))

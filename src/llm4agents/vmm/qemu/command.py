@@ -1,0 +1,192 @@
+"""The QEMU command line, as a pure function of what is wanted. No I/O, no paths: QEMU opens nothing by name.
+
+Every file is a descriptor: disks through `/dev/fdset/N`, memory, kernel and initrd through `/proc/self/fd/N`,
+sockets as listening descriptors. So the process needs no right to any directory and its uid can be its own.
+
+The options are design.md's ("Facts that cost time to find"); what a snapshot depends on is in `device_args`
+and `machine_args`, whose digest is part of its identity: change them and old snapshots are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llm4agents import limits
+from llm4agents.errors import InvalidRequestError
+from llm4agents.vmm.base import Accelerator, Disk, MachineSpec
+
+FIRST_FD = 3
+AGENT_PORT = "llm4agents.agent"
+"""Name of the virtio-serial port: /sys/class/virtio-ports/*/name in the guest."""
+NIC_MAC = "02:4c:34:00:00:01"
+VOLUME_SLOTS = tuple(f"vol{number}" for number in range(limits.VOLUME_SLOTS))
+SLOTS = ("root", "upper", *VOLUME_SLOTS)
+"""Block devices in the order the guest sees them: vda, vdb, vdc… The slot is also the disk's serial number."""
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`fds` names the descriptors the process must have, as 3, 4, 5… in this order."""
+
+    argv: tuple[str, ...]
+    fds: tuple[str, ...]
+
+
+class _Fds:
+    """Hands out descriptor numbers by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return FIRST_FD + self.names.index(name)
+
+
+def machine_args(spec: MachineSpec, accelerator: Accelerator) -> list[str]:
+    """Machine, accelerator, processor and memory size: fixed for a template and all its clones."""
+    cpu = "host" if accelerator == "kvm" else "max"
+    accel = "kvm"
+    if accelerator == "tcg":
+        # One thread for one vCPU: `thread=multi` costs memory barriers and boots less reliably.
+        threads = "single" if spec.vcpus == 1 else "multi"
+        accel = f"tcg,thread={threads},tb-size={limits.TB_SIZE_MIB}"
+    return [
+        "-M",
+        "microvm,acpi=on,pic=off,pit=off,rtc=on,isa-serial=on,pcie=off,usb=off,memory-backend=ram,"
+        "mem-merge=off,dump-guest-core=off",
+        "-accel",
+        accel,
+        "-cpu",
+        cpu if spec.nested else f"{cpu},svm=off,vmx=off",
+        "-smp",
+        str(spec.vcpus),
+        "-m",
+        f"{spec.memory_mib}M",
+    ]
+
+
+def device_args() -> list[str]:
+    """Every device of every machine, each on a transport of its own so that the guest's order never changes.
+
+    The NIC hangs on a hub port with nothing else on it, the volumes are empty: slots for a clone to fill.
+    """
+    args: list[str] = []
+    for place, slot in enumerate(SLOTS):
+        # A host without room stops the VM before the write and says so; other errors are the guest's.
+        policy = "" if slot == "root" else ",werror=enospc,rerror=report"
+        device = (
+            f"virtio-blk-device,bus=virtio-mmio-bus.{place},drive={slot},id={slot}-dev,serial={slot}{policy}"
+        )
+        args += ["-device", device]
+    # Port 0 is reserved for a console; the default of 31 ports costs the guest 64 queues.
+    serial = f"virtio-serial-device,bus=virtio-mmio-bus.{len(SLOTS)},id=serial0,max_ports=2"
+    nic = f"virtio-net-device,bus=virtio-mmio-bus.{len(SLOTS) + 1},netdev=nic0,id=nic0-dev,mac={NIC_MAC}"
+    return [
+        *args,
+        *("-device", serial),
+        *("-device", f"virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}"),
+        *("-netdev", "hubport,id=nic0,hubid=0"),
+        *("-device", nic),
+    ]
+
+
+def kernel_args(spec: MachineSpec, accelerator: Accelerator, tsc_khz: int) -> str:
+    """The kernel command line."""
+    args = ["console=ttyS0", "earlyprintk=ttyS0", "loglevel=4", "8250.nr_uarts=1", "reboot=t", "panic=-1"]
+    args += ["tsc=reliable", f"tsc_early_khz={tsc_khz}", "no_timer_check", "random.trust_cpu=on"]
+    if accelerator == "tcg":
+        args.append("mitigations=off")  # the processor they are for is not there
+    return " ".join([*args, *spec.kernel_args])
+
+
+def build(
+    spec: MachineSpec,
+    disks: Sequence[Disk],
+    *,
+    qemu: str,
+    accelerator: Accelerator,
+    tsc_khz: int,
+    clone: bool,
+) -> Command:
+    """The command that boots `spec` with `disks`, or (`clone`) waits for the state of a snapshot of it.
+
+    Descriptor names: `qmp`, `agent` (listening sockets), `memory`, `kernel`, `initrd`, and for each disk its
+    slot and `slot.backing`. Raises InvalidRequestError when the disks do not fit the slots.
+    """
+    _check_disks(disks)
+    fds = _Fds()
+    args = [qemu, "-name", "llm4agents", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    args += ["-sandbox", SANDBOX]
+    args += machine_args(spec, accelerator)
+    share = "off" if clone else "on"
+    memory = f"memory-backend-file,id=ram,size={spec.memory_mib}M,mem-path=/proc/self/fd/{fds['memory']},share={share}"
+    args += ["-object", memory]
+    # The shim's pipe: it keeps a bounded log of it.
+    args += ["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]
+    for name in ("qmp", "agent"):
+        args += ["-chardev", f"socket,id={name},fd={fds[name]},server=on,wait=off"]
+    args += ["-mon", "chardev=qmp,mode=control"]
+    by_slot = {disk.slot: disk for disk in disks}
+    for slot in SLOTS:
+        for name in _files(by_slot.get(slot)):
+            args += ["-add-fd", f"fd={fds[name]},set={fds[name]}"]
+        args += ["-blockdev", json.dumps(_node(slot, by_slot.get(slot), fds), separators=(",", ":"))]
+    args += device_args()
+    if clone:
+        args += ["-S", "-incoming", "defer"]
+    else:
+        args += ["-kernel", f"/proc/self/fd/{fds['kernel']}", "-initrd", f"/proc/self/fd/{fds['initrd']}"]
+        args += ["-append", kernel_args(spec, accelerator, tsc_khz)]
+    return Command(tuple(args), tuple(fds.names))
+
+
+def _check_disks(disks: Sequence[Disk]) -> None:
+    slots = [disk.slot for disk in disks]
+    for slot in slots:
+        if slot not in SLOTS or slots.count(slot) > 1:
+            raise InvalidRequestError(f"disk slot {slot!r}: expected each of {', '.join(SLOTS)} at most once")
+    if not {"root", "upper"} <= set(slots):
+        raise InvalidRequestError("a machine needs the disks `root` and `upper`")
+    for disk in disks:
+        if (disk.slot == "root") != disk.read_only:
+            # Read-only is a feature the guest has negotiated: the template's slots are writable but for root.
+            raise InvalidRequestError(
+                f"disk {disk.slot}: `root` is read-only and every other slot is writable"
+            )
+
+
+def _files(disk: Disk | None) -> list[str]:
+    if disk is None:
+        return []
+    return [disk.slot] if disk.backing is None else [disk.slot, f"{disk.slot}.backing"]
+
+
+def _node(slot: str, disk: Disk | None, fds: _Fds) -> dict[str, Any]:
+    """The block node of a slot; an empty one swallows writes and reads as zeros, and shares nothing."""
+    if disk is None:
+        # Without read-zeroes a read would show whatever is in QEMU's heap.
+        return {"driver": "null-co", "node-name": slot, "size": limits.VOLUME_SLOT_BYTES, "read-zeroes": True}
+    # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file, so a flush need not.
+    common = {"discard": "unmap", "cache": {"direct": False, "no-flush": True}} if not disk.read_only else {}
+    file = {"driver": "file", "filename": f"/dev/fdset/{fds[slot]}", "read-only": disk.read_only, **common}
+    if disk.format == "raw":
+        return {**file, "node-name": slot}
+    node = {"driver": "qcow2", "node-name": slot, "read-only": disk.read_only, **common, "file": file}
+    backing = None
+    if disk.backing is not None:
+        name = f"/dev/fdset/{fds[f'{slot}.backing']}"
+        backing = {"driver": "file", "filename": name, "read-only": True}
+    return {**node, "backing": backing}
+
+
+def layout_digest(spec: MachineSpec, accelerator: Accelerator) -> str:
+    """Changes when a machine built by this code could not load a snapshot of one built by other code."""
+    args = machine_args(spec, accelerator) + device_args()
+    return hashlib.sha256("\0".join(args).encode()).hexdigest()[:16]

@@ -49,20 +49,10 @@ _NO_CHANNELS: Final[frozenset[int]] = frozenset()
 _DATA, _EOF, _CREDIT = int(FrameType.DATA), int(FrameType.EOF), int(FrameType.CREDIT)
 
 _FILE_VERBS = frozenset({"read", "write", "stat", "list", "mkdir", "move", "remove"})
-_V1_VERBS = _FILE_VERBS | {
-    *(
-        "exec",
-        "connect",
-        "metrics",
-        "set_time",
-        "freeze",
-        "thaw",
-        "post_restore",
-        "set_env",
-        "poweroff",
-        "ping",
-    )
-}
+_MACHINE_VERBS = frozenset(
+    {"metrics", "set_time", "freeze", "thaw", "post_restore", "set_env", "poweroff", "ping"}
+)
+_V1_VERBS = _FILE_VERBS | _MACHINE_VERBS | {"exec", "connect"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def agent_error(payload: bytes, subject: str | None) -> LLM4AgentsError:
 
 
 class Stream:
-    """A stream opened by `Session.stream`. Errors of the agent and the session's end raise from every method."""
+    """A stream opened by `Session.stream`. Errors of the agent and the session's end raise from it."""
 
     def __init__(
         self, session: Session, ident: int, *, channels: frozenset[int], window: int, subject: str | None
@@ -194,6 +194,19 @@ class Stream:
             self._raise_error()
             await self._moved.wait()
         return maps.unpack(self._end, "END")
+
+    async def ended(self) -> None:
+        """Wait until the stream is closed, however that came about."""
+        while not self.done:
+            await self._moved.wait()
+
+    def has_arrived(self) -> bool:
+        """Whether bytes wait to be received."""
+        return bool(self._inbox)
+
+    def break_session(self, error: ProtocolError) -> None:
+        """The guest's answer made no sense: that ends its session."""
+        self._session.fail(error)
 
     def pending(self) -> bool:
         """Whether `receive` would return without waiting."""

@@ -1,0 +1,408 @@
+"""What can be asked of a guest's agent, one method a verb.
+
+Not here: frames, credit, sessions (`channel`, `stream`); the Python interpreter (`code`). Every call has a
+deadline, and a call that is cancelled or fails in the middle cancels what it started in the guest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llm4agents.errors import (
+    GuestError,
+    InvalidRequestError,
+    LLM4AgentsError,
+    ProtocolError,
+    TimedOutError,
+)
+from llm4agents.guest import maps
+from llm4agents.guest.channel import Session
+from llm4agents.guest.handles import STDERR, STDOUT, ByteStream, GuestSocket, Process, within
+from llm4agents.guest.maps import Fields, Text
+from llm4agents.guest.results import Entry, EntryReader, FileInfo, Listing, Metrics
+from llm4agents.guest.stream import Stream
+from llm4agents.limits import (
+    ARGV_BYTES_MAX,
+    ENV_BYTES_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
+    STALL_TIMEOUT_S,
+    STREAM_CREDIT_BYTES,
+    STREAM_WINDOW_BYTES_MAX,
+    VERB_TIMEOUT_S,
+)
+
+_BODY = frozenset({0})
+_OUTPUT = frozenset({STDOUT, STDERR})
+User = str | int | None
+
+
+_PIECE_BYTES = 1_048_576
+_T = TypeVar("_T")
+
+
+def _show(path: Text) -> str:
+    return maps.printable(path if isinstance(path, str) else str(path), 300)
+
+
+async def _pieces(chunks: AsyncIterable[bytes] | bytes) -> AsyncIterator[bytes | memoryview]:
+    """The same bytes in pieces that neither waste frames nor wait for long."""
+    if isinstance(chunks, bytes):
+        whole = memoryview(chunks)
+        for at in range(0, len(whole), _PIECE_BYTES):
+            yield whole[at : at + _PIECE_BYTES]
+        return
+    small = bytearray()
+    async for chunk in chunks:
+        if not isinstance(chunk, bytes | bytearray | memoryview):
+            raise InvalidRequestError(f"what is written to a file must be bytes, not {type(chunk).__name__}")
+        if small or len(chunk) < FRAME_PAYLOAD_BYTES_MAX:
+            small += chunk
+            if len(small) < FRAME_PAYLOAD_BYTES_MAX:
+                continue
+            chunk, small = bytes(small), bytearray()
+        async for piece in _pieces(bytes(chunk)):
+            yield piece
+    if small:
+        yield bytes(small)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Makes an exec a service: it outlives host sessions. `restore_signal` is sent to it after a restore."""
+
+    name: str
+    restore_signal: int | None = None
+
+
+class Agent:
+    """The agent of one guest, over an open session.
+
+    `user` names whose rights a call has (name or uid; None: whatever the agent itself runs as). Paths are
+    absolute, `str`, `bytes` or path-like; a `str` may carry surrogate escapes for names that are not UTF-8.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    async def _open(
+        self,
+        verb: str,
+        arguments: Mapping[str, object],
+        *,
+        timeout: float,
+        subject: str | None = None,
+        channels: frozenset[int] = frozenset(),
+        window: int = STREAM_CREDIT_BYTES,
+    ) -> tuple[Stream, Fields]:
+        what = verb if subject is None else f"{verb} {subject}"
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(timeout):
+                stream = await self.session.stream(
+                    verb, arguments, channels=channels, window=window, subject=subject
+                )
+        except TimeoutError as error:
+            if isinstance(error, LLM4AgentsError):
+                raise
+            raise TimedOutError(f"{what}: the guest took nothing from us for {timeout:g} s") from None
+        async with within(stream, max(0.0, timeout - (loop.time() - started)), what):
+            return stream, await stream.reply()
+
+    async def _call(
+        self, verb: str, arguments: Mapping[str, object], *, timeout: float, subject: str | None = None
+    ) -> Fields:
+        """A verb that only answers."""
+        stream, reply = await self._open(verb, arguments, timeout=timeout, subject=subject)
+        async with within(stream, timeout, verb):
+            await stream.end()
+        return reply
+
+    def _read(self, read: Callable[[Fields], _T], fields: Fields) -> _T:
+        """Read an answer; one that makes no sense ends the session."""
+        try:
+            return read(fields)
+        except ProtocolError as error:
+            self.session.fail(error)
+            raise
+
+    # Processes.
+
+    async def exec(
+        self,
+        argv: Sequence[Text],
+        *,
+        env: Mapping[str, str] | None = None,
+        env_clear: bool = False,
+        cwd: Text | None = None,
+        user: User = "user",
+        stdin: bool | bytes = False,
+        timeout_s: float | None = None,
+        service: Service | None = None,
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> Process:
+        """Start a program; returns when its execve has succeeded.
+
+        `stdin`: bytes to feed it, True for `write_stdin`, False for /dev/null. `timeout_s`: how long it may
+        run before its group is killed; `timeout`: how long it may take to start. Raises InvalidRequestError
+        (code `exec_failed`) when it cannot be started.
+        """
+        if not argv:
+            raise InvalidRequestError("argv is empty", hint="the first item is the program")
+        words = [maps.wire_text(word, "argument") for word in argv]
+        variables = maps.wire_env(env)
+        if sum(len(word) + 5 for word in words) > ARGV_BYTES_MAX:
+            raise InvalidRequestError(
+                f"the arguments are more than {ARGV_BYTES_MAX} bytes", hint="pass large data over stdin"
+            )
+        if sum(len(name) + len(value) + 6 for name, value in variables.items()) > ENV_BYTES_MAX:
+            raise InvalidRequestError(f"the environment is more than {ENV_BYTES_MAX} bytes")
+        if timeout_s is not None and not 0 < timeout_s < 1e9:
+            raise InvalidRequestError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+        subject = _show(argv[0])
+        stream, reply = await self._open(
+            "exec",
+            {
+                "argv": words,
+                "env": variables,
+                "env_clear": env_clear,
+                "cwd": None if cwd is None else maps.wire_path(cwd),
+                "user": user,
+                "stdin": stdin is not False,
+                "timeout_s": timeout_s,
+                "service": service and {"name": service.name, "restore_signal": service.restore_signal},
+            },
+            timeout=timeout,
+            subject=subject,
+            channels=frozenset() if service else _OUTPUT,
+        )
+        async with within(stream, timeout, f"exec {subject}"):
+            process = Process(
+                stream, f"exec {subject}", reply.integer("pid", 1, 2**31), timeout_s, stdin is not False
+            )
+            if service is not None:
+                process.is_service = True
+                await stream.end()
+        if isinstance(stdin, bytes):
+            process.feed(stdin)
+        return process
+
+    # Files.
+
+    async def read(
+        self,
+        path: Text,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        user: User = "user",
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> ByteStream:
+        """Open a file for reading from `offset`, `length` bytes or to its end."""
+        if offset < 0 or (length is not None and length < 0):
+            raise InvalidRequestError("offset and length cannot be negative")
+        stream, reply = await self._open(
+            "read",
+            {"path": maps.wire_path(path), "offset": offset, "length": length, "user": user},
+            timeout=timeout,
+            subject=_show(path),
+            channels=_BODY,
+            window=STREAM_WINDOW_BYTES_MAX,
+        )
+        what = f"read {_show(path)}"
+        async with within(stream, timeout, what):
+            return ByteStream(stream, what, FileInfo.read(reply))
+
+    async def write(
+        self,
+        path: Text,
+        chunks: AsyncIterable[bytes] | bytes,
+        *,
+        mode: int | None = 0o644,
+        user: User = "user",
+        parents: bool = True,
+        size: int | None = None,
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> int:
+        """Write a file whole or not at all; returns its bytes. `mode` None keeps that of the file replaced.
+
+        `timeout` is for opening; after that, no progress for STALL_TIMEOUT_S is the end.
+        """
+        what = f"write {_show(path)}"
+        arguments = {"path": maps.wire_path(path), "mode": mode, "user": user, "parents": parents}
+        stream, _ = await self._open(
+            "write", {**arguments, "size": size}, timeout=timeout, subject=_show(path)
+        )
+        sent = 0
+        try:
+            async for chunk in _pieces(chunks):
+                async with within(stream, STALL_TIMEOUT_S, what):
+                    await stream.send(chunk)
+                sent += len(chunk)
+            async with within(stream, STALL_TIMEOUT_S, what):
+                await stream.send_eof()
+                end = await stream.end()
+                if end.integer("bytes") != sent:
+                    raise ProtocolError("the guest wrote another number of bytes than it was sent")
+        except BaseException:
+            stream.cancel()
+            raise
+        return sent
+
+    async def stat(
+        self, path: Text, *, follow: bool = True, user: User = "user", timeout: float = VERB_TIMEOUT_S
+    ) -> Entry:
+        arguments = {"path": maps.wire_path(path), "follow": follow, "user": user}
+        reply = await self._call("stat", arguments, timeout=timeout, subject=_show(path))
+        return self._read(Entry.read, reply)
+
+    async def list(
+        self, path: Text, *, depth: int = 1, user: User = "user", timeout: float = STALL_TIMEOUT_S
+    ) -> Listing:
+        """What is in a directory, `depth` levels deep; at most LIST_ENTRIES_MAX entries."""
+        if depth < 1:
+            raise InvalidRequestError("depth is at least 1")
+        what = f"list {_show(path)}"
+        stream, _ = await self._open(
+            "list",
+            {"path": maps.wire_path(path), "depth": depth, "user": user},
+            timeout=timeout,
+            subject=_show(path),
+            channels=_BODY,
+        )
+        reader = EntryReader()
+        async with within(stream, timeout, what):
+            while not reader.full and (item := await stream.receive()) is not None:
+                reader.feed(item[1])
+            if reader.full:
+                stream.cancel()
+                return Listing(reader.entries, True)
+            end = await stream.end()
+            reader.finish(end.integer("entries"))
+            return Listing(reader.entries, end.flag("truncated", default=False))
+
+    async def mkdir(
+        self,
+        path: Text,
+        *,
+        parents: bool = True,
+        mode: int = 0o755,
+        exist_ok: bool = True,
+        user: User = "user",
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> None:
+        options = {"parents": parents, "mode": mode, "exist_ok": exist_ok, "user": user}
+        await self._call(
+            "mkdir", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=_show(path)
+        )
+
+    async def move(
+        self,
+        source: Text,
+        target: Text,
+        *,
+        overwrite: bool = True,
+        user: User = "user",
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> None:
+        paths = {"from": maps.wire_path(source), "to": maps.wire_path(target)}
+        subject = f"{_show(source)} → {_show(target)}"
+        await self._call(
+            "move", {**paths, "overwrite": overwrite, "user": user}, timeout=timeout, subject=subject
+        )
+
+    async def remove(
+        self,
+        path: Text,
+        *,
+        recursive: bool = False,
+        missing_ok: bool = False,
+        user: User = "user",
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> None:
+        options = {"recursive": recursive, "missing_ok": missing_ok, "user": user}
+        await self._call(
+            "remove", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=_show(path)
+        )
+
+    # Connections.
+
+    async def connect(
+        self,
+        port: int | None = None,
+        *,
+        host: str = "127.0.0.1",
+        unix: Text | None = None,
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> GuestSocket:
+        """Connect to a TCP port or unix socket in the guest. GuestError (`refused`) when none listens."""
+        if (port is None) == (unix is None):
+            raise InvalidRequestError("connect takes either a port or a unix socket's path")
+        if unix is not None:
+            arguments: dict[str, object] = {"unix": maps.wire_path(unix)}
+            subject = _show(unix)
+        else:
+            if not 1 <= (port or 0) <= 65_535:
+                raise InvalidRequestError(f"{port} is not a TCP port")
+            arguments, subject = {"host": host, "port": port}, f"{host}:{port}"
+        stream, _ = await self._open("connect", arguments, timeout=timeout, subject=subject, channels=_BODY)
+        return GuestSocket(stream, f"connect {subject}")
+
+    # The machine.
+
+    async def ping(self, *, timeout: float = VERB_TIMEOUT_S) -> None:
+        await self._call("ping", {}, timeout=timeout)
+
+    async def metrics(self, *, timeout: float = VERB_TIMEOUT_S) -> Metrics:
+        return self._read(Metrics.read, await self._call("metrics", {}, timeout=timeout))
+
+    async def freeze(
+        self, *, sync: bool = True, drop_caches: bool = False, timeout: float = STALL_TIMEOUT_S
+    ) -> None:
+        """Freeze every process but the agent. Returns when the guest's kernel says that they are."""
+        reply = await self._call("freeze", {"sync": sync, "drop_caches": drop_caches}, timeout=timeout)
+        if not self._read(lambda fields: fields.flag("frozen"), reply):
+            raise GuestError("the guest's processes could not be frozen", code="io")
+
+    async def thaw(self, *, timeout: float = VERB_TIMEOUT_S) -> None:
+        await self._call("thaw", {}, timeout=timeout)
+
+    async def post_restore(
+        self,
+        *,
+        entropy: bytes,
+        unix_ns: int,
+        hostname: str,
+        machine_id: str,
+        boot_id: str,
+        env: Mapping[str, str] | None = None,
+        thaw: bool = True,
+        timeout: float = VERB_TIMEOUT_S,
+    ) -> None:
+        """Make a clone a machine of its own; the first call after every resume. 64 bytes of `entropy`."""
+        if len(entropy) != 64:
+            raise InvalidRequestError("post_restore takes 64 bytes of entropy")
+        identity = {"hostname": hostname, "machine_id": machine_id, "boot_id": boot_id}
+        arguments = {
+            "entropy": entropy,
+            "unix_ns": unix_ns,
+            **identity,
+            "env": maps.wire_env(env),
+            "thaw": thaw,
+        }
+        await self._call("post_restore", arguments, timeout=timeout)
+
+    async def set_time(self, unix_ns: int, *, timeout: float = VERB_TIMEOUT_S) -> None:
+        await self._call("set_time", {"unix_ns": unix_ns}, timeout=timeout)
+
+    async def set_env(self, env: Mapping[str, str], *, timeout: float = VERB_TIMEOUT_S) -> None:
+        """Replace the default environment of later execs."""
+        await self._call("set_env", {"env": maps.wire_env(env)}, timeout=timeout)
+
+    async def poweroff(self, *, timeout: float = VERB_TIMEOUT_S) -> None:
+        """Returns when the agent has agreed; the machine's end is the driver's to see."""
+        stream, _ = await self._open("poweroff", {}, timeout=timeout)
+        stream.cancel()

@@ -1,0 +1,362 @@
+"""Client of the Python interpreter in a guest: run a cell, get its events as they come.
+
+Not here: the interpreter itself (images/data/runner), keeping what a cell printed (the engine's caps). The
+interpreter is code's plaything, so what it says is as hostile as a frame: messages are capped before they
+are read, and parsed only when they are not a bomb. An event that is not taken holds up the cell and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+from llm4agents.errors import (
+    ConflictError,
+    ConnectionLostError,
+    GuestError,
+    InvalidRequestError,
+    LLM4AgentsError,
+    PathNotFoundError,
+    ProtocolError,
+    TimedOutError,
+)
+from llm4agents.guest.handles import GuestSocket
+from llm4agents.guest.maps import wire_env, wire_path
+from llm4agents.guest.verbs import Agent
+from llm4agents.limits import CODE_BYTES_MAX, CODE_INTERRUPT_GRACE_S, CODE_MESSAGE_BYTES_MAX, VERB_TIMEOUT_S
+
+SOCKET_PATH: Final = "/run/llm4agents/python.sock"
+Status = Literal["ok", "error", "interrupted", "died", "timed_out"]
+_STATUSES: Final = ("ok", "error", "interrupted", "died", "timed_out")
+_LENGTH: Final = struct.Struct("<I")
+_TRUSTED_BYTES: Final = 262_144
+"""Below this a message cannot hold enough structure to matter."""
+_STRUCTURE_MAX: Final = 200_000
+_OWN_TIMEOUT_GRACE_S: Final = 1.0
+"""How long past `timeout_s` the interpreter's own timer has before we interrupt."""
+_MIMES_MAX: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Text the cell wrote to `stream`."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": self.stream, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A rich value by MIME type (images and PDF in base64). `main`: it is the last expression's value."""
+
+    main: bool
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "result", "main": self.main, "data": self.data}
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The exception that ended the cell, or `InterpreterDied`."""
+
+    name: str
+    value: str
+    traceback: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "error", "name": self.name, "value": self.value, "traceback": self.traceback}
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last event of a cell."""
+
+    status: Status
+    execution_count: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "end", "status": self.status, "execution_count": self.execution_count}
+
+
+Event = Output | Result | Raised | End
+
+
+def _wrong(what: str) -> ProtocolError:
+    return ProtocolError(
+        f"the guest's Python interpreter sent {what}",
+        hint="restart the context, or the sandbox if that fails",
+    )
+
+
+def _text(message: dict[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"a message without a sane {name!r}")
+    return value
+
+
+def _sound(value: Any) -> Any:
+    """The value with lone surrogates replaced, which no encoder after us would take."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_sound(item) for item in value]
+    if isinstance(value, dict):
+        return {_sound(key): _sound(item) for key, item in value.items()}
+    return value
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """A message's object. ProtocolError for what is none, or would take far more memory than its bytes."""
+    if len(body) > _TRUSTED_BYTES:
+        # What lies outside strings, found in linear time whatever the bytes are.
+        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if plain.count(b'"') > 4 * _STRUCTURE_MAX:
+            raise _wrong("a message of too many parts")
+        bare = b"".join(plain.split(b'"')[::2])
+        if sum(bare.count(char) for char in (b"[", b"{", b",")) > _STRUCTURE_MAX:
+            raise _wrong("a message of too many parts")
+    try:
+        # NaN and the infinities are not JSON, and nobody after us could say them.
+        message = json.loads(body, parse_constant=lambda _: None)
+        if b"\\u" in body:
+            message = _sound(message)
+    except (ValueError, RecursionError):
+        raise _wrong("what is not JSON") from None
+    if not isinstance(message, dict):
+        raise _wrong("a message that is no object")
+    return message
+
+
+def event(message: dict[str, Any]) -> Event | None:
+    """The event a message stands for; None for one of a later version. ProtocolError for a broken one."""
+    match message.get("type"):
+        case "stdout" | "stderr" as stream:
+            return Output(cast(Literal["stdout", "stderr"], stream), _text(message, "text"))
+        case "result":
+            data = message.get("data")
+            if not isinstance(data, dict) or len(data) > _MIMES_MAX:
+                raise _wrong("a result without sane data")
+            for mime, value in data.items():
+                if len(mime) > 100 or not (isinstance(value, str) or mime == "application/json"):
+                    raise _wrong(f"a result with insane {mime[:100]!r}")
+            return Result(message.get("main") is True, data)
+        case "error":
+            return Raised(_text(message, "name"), _text(message, "value"), _text(message, "traceback"))
+        case "end":
+            status, count = message.get("status"), message.get("execution_count", 0)
+            if status not in _STATUSES or type(count) is not int:
+                raise _wrong("an end without a sane status")
+            return End(cast(Status, status), count)
+        case _:
+            return None
+
+
+class _Connection:
+    """One op to the interpreter and the messages that come back."""
+
+    def __init__(self, socket: GuestSocket) -> None:
+        self._socket = socket
+        self._held = bytearray()
+
+    @classmethod
+    async def send(
+        cls, agent: Agent, op: Mapping[str, Any], *, timeout: float = VERB_TIMEOUT_S
+    ) -> _Connection:
+        body = json.dumps(op).encode()
+        try:
+            socket = await agent.connect(unix=SOCKET_PATH, timeout=timeout)
+        except PathNotFoundError:
+            raise ConflictError(
+                "this sandbox has no Python interpreter", hint="create it from the template 'python'"
+            ) from None
+        except GuestError as error:
+            if error.details.get("code") == "refused":
+                raise ConnectionLostError(
+                    "the sandbox's Python interpreter is not running any more", hint="create a new sandbox"
+                ) from None
+            raise
+        try:
+            await asyncio.wait_for(socket.write(_LENGTH.pack(len(body)) + body), timeout)
+        except TimeoutError as error:
+            socket.close()
+            if isinstance(error, LLM4AgentsError):
+                raise
+            raise TimedOutError(f"the Python interpreter took nothing from us for {timeout:g} s") from None
+        except BaseException:
+            socket.close()
+            raise
+        return cls(socket)
+
+    async def message(self) -> dict[str, Any] | None:
+        """The next message, or None when the interpreter has closed the connection."""
+        while True:
+            if len(self._held) >= _LENGTH.size:
+                size = _LENGTH.unpack_from(self._held)[0]
+                if size > CODE_MESSAGE_BYTES_MAX:
+                    raise _wrong(f"a message of {size} bytes")
+                end = _LENGTH.size + size
+                if len(self._held) >= end:
+                    body = bytes(memoryview(self._held)[_LENGTH.size : end])
+                    del self._held[:end]
+                    return parse(body)
+            chunk = await self._socket.read()
+            if not chunk:
+                return None
+            self._held += chunk
+
+    async def end(self) -> None:
+        """Read until the cell has ended, dropping the rest."""
+        while (message := await self.message()) is not None and message.get("type") != "end":
+            pass
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def run(
+    agent: Agent,
+    code: str,
+    *,
+    context: str = "default",
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    timeout_s: float | None = None,
+) -> AsyncGenerator[Event, None]:
+    """Run a cell; yields its events as they come, the last one an End. Close it (`aclosing`) to interrupt.
+
+    A cell that outlives `timeout_s` is interrupted, its worker replaced if that does not end it, and ends
+    with status `timed_out`. Raises TimedOutError when not even that brings an End, ConflictError when the
+    sandbox has no interpreter, InvalidRequestError for code beyond CODE_BYTES_MAX.
+    """
+    size = len(code.encode("utf-8", "surrogatepass"))
+    if size > CODE_BYTES_MAX:
+        raise InvalidRequestError(
+            f"the code is {size} bytes, and {CODE_BYTES_MAX} is the most",
+            hint="write it to a file and import it",
+        )
+    op: dict[str, Any] = {"op": "run", "context": context, "code": code, "timeout_s": timeout_s}
+    op["env"] = dict(env or {})
+    wire_env(env)
+    if cwd is not None:
+        wire_path(cwd)
+        op["cwd"] = cwd
+    connection = await _Connection.send(agent, op)
+    cell = _Cell(agent, connection, context)
+    keeper = None if timeout_s is None else asyncio.create_task(cell.enforce(timeout_s))
+    try:
+        while not cell.ended:
+            yield await cell.next()
+    finally:
+        if keeper is not None:
+            keeper.cancel()
+        try:
+            if not cell.ended and not agent.session.closed.done():
+                # A task of its own, so that a second cancellation does not leave the cell running.
+                await asyncio.shield(asyncio.create_task(cell.stop()))
+        finally:
+            if cell.ended:
+                connection.close()
+
+
+class _Cell:
+    """A cell that runs: its events, and the ways to end it early."""
+
+    def __init__(self, agent: Agent, connection: _Connection, context: str) -> None:
+        self._agent = agent
+        self._connection = connection
+        self._context = context
+        self._timed_out = False
+        self._gave_up = False
+        self.ended = False
+
+    async def next(self) -> Event:
+        while True:
+            try:
+                message = await self._connection.message()
+            except (ProtocolError, ConnectionLostError):
+                self.ended = self._agent.session.closed.done()
+                raise
+            if message is None:
+                if self._gave_up:
+                    self.ended = True
+                    raise TimedOutError(
+                        "the cell ended neither when interrupted nor when its worker was replaced"
+                    )
+                self.ended = True
+                raise ConnectionLostError(
+                    "the sandbox's Python interpreter went away while the cell ran", hint="run the cell again"
+                )
+            found = event(message)
+            if isinstance(found, End):
+                self.ended = True
+                if self._timed_out and found.status != "ok":
+                    return End("timed_out", found.execution_count)
+            if found is not None:
+                return found
+
+    async def enforce(self, timeout_s: float) -> None:
+        """End the cell when its time is up and the interpreter's own timer has not."""
+        await asyncio.sleep(timeout_s + _OWN_TIMEOUT_GRACE_S)
+        self._timed_out = True
+        for op in (interrupt, restart):
+            with contextlib.suppress(LLM4AgentsError):
+                await op(self._agent, self._context, timeout=CODE_INTERRUPT_GRACE_S)
+            await asyncio.sleep(CODE_INTERRUPT_GRACE_S)
+        self._gave_up = True
+        self._connection.close()
+
+    async def stop(self) -> None:
+        """Nobody wants the rest: interrupt, and replace the worker if that does not end it."""
+        try:
+            for op in (interrupt, restart):
+                with contextlib.suppress(LLM4AgentsError, TimeoutError):
+                    async with asyncio.timeout(CODE_INTERRUPT_GRACE_S):
+                        await op(self._agent, self._context, timeout=CODE_INTERRUPT_GRACE_S)
+                        await self._connection.end()
+                        return
+        finally:
+            self.ended = True
+            self._connection.close()
+
+
+async def _command(agent: Agent, op: Mapping[str, Any], timeout: float) -> None:
+    """An op that only answers; done when the interpreter has answered or hung up."""
+    try:
+        async with asyncio.timeout(timeout):
+            connection = await _Connection.send(agent, op, timeout=timeout)
+            try:
+                await connection.message()
+            finally:
+                connection.close()
+    except TimeoutError as error:
+        if isinstance(error, LLM4AgentsError):
+            raise
+        raise TimedOutError(
+            f"the Python interpreter did not answer {op['op']!r} within {timeout:g} s"
+        ) from None
+
+
+async def interrupt(agent: Agent, context: str = "default", *, timeout: float = VERB_TIMEOUT_S) -> None:
+    """Interrupt the cell that runs in `context`, if one does."""
+    await _command(agent, {"op": "interrupt", "context": context}, timeout)
+
+
+async def restart(agent: Agent, context: str = "default", *, timeout: float = VERB_TIMEOUT_S) -> None:
+    """Replace the worker of `context`; its variables are gone."""
+    await _command(agent, {"op": "restart", "context": context}, timeout)
+
+
+async def ping(agent: Agent, *, timeout: float = VERB_TIMEOUT_S) -> None:
+    """Returns when the interpreter answers: it has imported everything and takes cells."""
+    await _command(agent, {"op": "ping"}, timeout)

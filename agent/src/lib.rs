@@ -1,0 +1,32 @@
+//! The guest agent. A tour:
+//!
+//! - pure: `frame` (bytes to frames), `msgpack` (maps in frames), `failure` (the errors of the protocol);
+//! - the loop: `agent` (one thread, one epoll), `out` (what is queued for the host), `channel` (the byte stream),
+//!   `stream` (what one stream is doing), `worker` (threads for file calls, which can block);
+//! - verbs: `exec` + `spawn`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
+//! - the machine: `init` (PID 1's duties), `cgroup`, `users`, `sys` (system calls std lacks).
+//!
+//! The rules: nothing polls on a timer, everything has a bound, the exec path starts no thread, and nothing the
+//! host sends can make it panic.
+
+pub mod agent;
+pub mod cgroup;
+pub mod channel;
+pub mod connect;
+pub mod exec;
+pub mod failure;
+pub mod files;
+pub mod frame;
+pub mod init;
+pub mod metrics;
+pub mod msgpack;
+pub mod out;
+pub mod restore;
+pub mod spawn;
+pub mod stream;
+pub mod sys;
+pub mod transfer;
+pub mod users;
+pub mod worker;
+
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -1,0 +1,156 @@
+//! The verb `post_restore`: what makes a clone another machine than its twin, in the order of the protocol.
+
+use crate::failure::{at, Failure, Outcome};
+use crate::msgpack::Value;
+use crate::sys::{self, cvt};
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
+const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+const ENTROPY_BYTES: usize = 64;
+const HOSTS_BYTES_MAX: u64 = 1 << 20;
+pub const RUN: &str = "/run/llm4agents";
+pub const BOOT_ID: &str = "/run/llm4agents/boot-id";
+
+pub struct Request<'a> {
+    entropy: &'a [u8],
+    unix_ns: i64,
+    hostname: &'a str,
+    machine_id: &'a str,
+    pub boot_id: &'a str,
+    pub thaw: bool,
+}
+
+impl<'a> Request<'a> {
+    /// Everything is checked before anything is done.
+    pub fn parse(request: &Value<'a>) -> Outcome<Self> {
+        let text = |key: &str| request.get(key).bytes().and_then(|bytes| std::str::from_utf8(bytes).ok());
+        let entropy = request.get("entropy").bytes().filter(|bytes| bytes.len() == ENTROPY_BYTES);
+        let host = |name: &&str| !name.is_empty() && name.len() <= 64 && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'.');
+        let machine = |id: &&str| id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit());
+        let boot = |id: &&str| !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_graphic());
+        let bad = |what: &str| Failure::invalid(format!("post_restore: {what}"));
+        Ok(Self {
+            entropy: entropy.ok_or_else(|| bad("entropy is 64 bytes"))?,
+            unix_ns: request.get("unix_ns").int().filter(|ns| *ns > 0).ok_or_else(|| bad("unix_ns is a time"))?,
+            hostname: text("hostname").filter(host).ok_or_else(|| bad("hostname is 1 to 64 of a-z, 0-9, '-', '.'"))?,
+            machine_id: text("machine_id").filter(machine).ok_or_else(|| bad("machine_id is 32 hex digits"))?,
+            boot_id: text("boot_id").filter(boot).ok_or_else(|| bad("boot_id is 1 to 128 printable characters"))?,
+            thaw: request.get("thaw").bool(true),
+        })
+    }
+
+    /// All of it up to the interpreters. `random` is /dev/urandom.
+    pub fn apply(&self, random: &OwnedFd) -> Outcome<()> {
+        reseed(random, self.entropy).map_err(at("add entropy"))?;
+        sys::set_wall_clock(self.unix_ns).map_err(at("set the clock"))?;
+        set_hostname(self.hostname)?;
+        put("/etc/machine-id", format!("{}\n", self.machine_id).as_bytes())?;
+        put(BOOT_ID, format!("{}\n", self.boot_id).as_bytes())
+    }
+}
+
+/// Into the pool, and from there into the generator at once: two clones must not share one more draw.
+fn reseed(random: &OwnedFd, entropy: &[u8]) -> io::Result<()> {
+    #[repr(C)]
+    struct PoolInfo {
+        entropy_bits: libc::c_int,
+        size: libc::c_int,
+        bytes: [u8; ENTROPY_BYTES],
+    }
+    let mut info = PoolInfo { entropy_bits: ENTROPY_BYTES as i32 * 8, size: ENTROPY_BYTES as i32, bytes: [0; ENTROPY_BYTES] };
+    info.bytes.copy_from_slice(entropy);
+    // SAFETY: the struct RNDADDENTROPY wants; RNDRESEEDCRNG takes nothing.
+    unsafe {
+        cvt(libc::ioctl(random.as_raw_fd(), RNDADDENTROPY, &info))?;
+        cvt(libc::ioctl(random.as_raw_fd(), RNDRESEEDCRNG, 0))?;
+    }
+    Ok(())
+}
+
+pub fn set_hostname(name: &str) -> Outcome<()> {
+    // SAFETY: a string and its length.
+    cvt(unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) }).map_err(at("set the hostname"))?;
+    put("/etc/hostname", format!("{name}\n").as_bytes())?;
+    let mut old = Vec::new();
+    if let Ok(file) = fs::File::open("/etc/hosts") {
+        let _ = file.take(HOSTS_BYTES_MAX).read_to_end(&mut old);
+    }
+    let new = hosts(&old, name);
+    if old == new { Ok(()) } else { put("/etc/hosts", &new) }
+}
+
+/// /etc/hosts with our own line renamed, and every other line as it was.
+fn hosts(old: &[u8], name: &str) -> Vec<u8> {
+    const OURS: &[u8] = b"127.0.1.1";
+    let mut new = Vec::with_capacity(old.len() + 64);
+    if old.is_empty() {
+        new.extend_from_slice(b"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n");
+    }
+    for line in old.split_inclusive(|b| *b == b'\n').filter(|line| !line.starts_with(OURS)) {
+        new.extend_from_slice(line);
+    }
+    if new.last() != Some(&b'\n') {
+        new.push(b'\n');
+    }
+    new.extend_from_slice(format!("127.0.1.1\t{name}\n").as_bytes());
+    new
+}
+
+/// Overwrite in place: no new inode, no truncation to nothing, so that a file of the same size costs one page.
+pub fn put(path: &str, content: &[u8]) -> Outcome<()> {
+    let write = || {
+        let file = OpenOptions::new().write(true).create(true).mode(0o644).open(path)?;
+        file.write_all_at(content, 0)?;
+        if file.metadata()?.len() != content.len() as u64 {
+            file.set_len(content.len() as u64)?;
+        }
+        Ok(())
+    };
+    write().map_err(at(format_args!("write {path}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::msgpack::{decode, Writer};
+
+    #[test]
+    fn hosts_keeps_what_others_wrote() {
+        let first = hosts(b"", "a");
+        assert_eq!(hosts(&first, "a"), first);
+        let edited = [&first[..], b"10.0.0.1 db"].concat();
+        let text = String::from_utf8(hosts(&edited, "b")).unwrap();
+        assert!(text.ends_with("10.0.0.1 db\n127.0.1.1\tb\n") && !text.contains("\ta\n") && text.starts_with("127.0.0.1\tlocalhost\n"));
+    }
+
+    #[test]
+    fn a_request_is_checked_whole() {
+        let build = |entropy: usize, hostname: &str, machine: &str| {
+            let mut writer = Writer::map(5);
+            writer.str("entropy").bytes(&vec![0xff; entropy]).str("unix_ns").int(1).str("hostname").str(hostname);
+            writer.str("machine_id").str(machine).str("boot_id").str("b");
+            writer.0
+        };
+        let id = "0123456789abcdef0123456789abcdef";
+        let ok = build(64, "sbx-1", id);
+        assert!(Request::parse(&decode(&ok).unwrap()).is_ok_and(|request| request.thaw));
+        for bad in [build(63, "sbx-1", id), build(64, "a b", id), build(64, "", id), build(64, "a", "xyz")] {
+            assert!(Request::parse(&decode(&bad).unwrap()).is_err());
+        }
+    }
+
+    #[test]
+    fn put_overwrites_longer_and_shorter() {
+        let dir = crate::files::tests::Dir::new("put");
+        let path = dir.0.join("f");
+        let path = path.to_str().unwrap();
+        for content in ["long content", "short", "longer again"] {
+            put(path, content.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(path).unwrap(), content);
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! One process, started as cheaply as the kernel allows: `clone3` with shared memory (vfork) straight into its cgroup.
+//!
+//! The child runs on a stack of its own and makes only raw system calls until `execve`: it shares our memory, and
+//! libc's wrappers (setuid…) would reach into our other threads. Not for what a process is to do: that is `exec`.
+
+use crate::sys::{self, cvt};
+use std::ffi::{c_char, c_int, c_long, c_void};
+use std::io;
+use std::os::fd::RawFd;
+use std::ptr;
+
+/// Many NUL-terminated strings in one allocation, and the array of pointers that execve wants.
+#[derive(Default)]
+pub struct Strings {
+    bytes: Vec<u8>,
+    starts: Vec<usize>,
+}
+
+impl Strings {
+    /// Append the string that `parts` make; None if it has a NUL inside.
+    pub fn push(&mut self, parts: &[&[u8]]) -> Option<()> {
+        if parts.iter().any(|part| part.contains(&0)) {
+            return None;
+        }
+        self.starts.push(self.bytes.len());
+        for part in parts {
+            self.bytes.extend_from_slice(part);
+        }
+        self.bytes.push(0);
+        Some(())
+    }
+
+    fn pointers(&self) -> Vec<*const c_char> {
+        let base = self.bytes.as_ptr();
+        self.starts.iter().map(|at| base.wrapping_add(*at).cast()).chain([ptr::null()]).collect()
+    }
+}
+
+pub struct Identity<'a> {
+    pub uid: u32,
+    pub gid: u32,
+    pub groups: &'a [u32],
+}
+
+pub struct Command<'a> {
+    pub argv: Strings,
+    pub env: Strings,
+    /// Files to try to execute, in order; the first that is there and executable is it.
+    pub files: Strings,
+    /// Working directories to try, in order.
+    pub cwd: Strings,
+    /// None: as the agent itself.
+    pub identity: Option<Identity<'a>>,
+    /// stdin, stdout, stderr; each above 2.
+    pub fds: [RawFd; 3],
+    /// The cgroup (a directory) to be born into.
+    pub cgroup: Option<RawFd>,
+}
+
+/// At which step a start failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    Setup,
+    Directory,
+    Exec,
+}
+
+struct Child {
+    argv: *const *const c_char,
+    env: *const *const c_char,
+    files: *const *const c_char,
+    cwd: *const *const c_char,
+    identity: bool,
+    uid: c_long,
+    gid: c_long,
+    groups: *const u32,
+    groups_len: usize,
+    fds: [RawFd; 3],
+    errno: c_int,
+    step: Step,
+}
+
+const STACK: usize = 64 * 1024;
+
+/// Starts processes; holds the stack children borrow.
+pub struct Spawner {
+    stack: *mut c_void,
+    /// /proc/self/oom_score_adj, held open: it is inherited, so it is ours only between two starts.
+    oom: Option<std::os::fd::OwnedFd>,
+}
+
+impl Spawner {
+    /// `protect`: keep the agent (and not its children) from the out-of-memory killer.
+    pub fn new(protect: bool) -> io::Result<Self> {
+        // SAFETY: a fresh anonymous mapping.
+        let stack = unsafe {
+            libc::mmap(ptr::null_mut(), STACK, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+        };
+        if stack == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let path = std::ffi::CStr::from_bytes_with_nul(b"/proc/self/oom_score_adj\0").unwrap_or_default();
+        let oom = if protect { sys::open(path, libc::O_WRONLY, 0).ok() } else { None };
+        let spawner = Self { stack, oom };
+        spawner.oom_score("-1000");
+        Ok(spawner)
+    }
+
+    fn oom_score(&self, score: &str) {
+        if let Some(fd) = &self.oom {
+            use std::os::fd::AsRawFd;
+            let _ = sys::write(fd.as_raw_fd(), score.as_bytes());
+        }
+    }
+
+    /// The pid, once the new program runs.
+    pub fn spawn(&mut self, command: &Command) -> Result<i32, (Step, io::Error)> {
+        let (argv, env) = (command.argv.pointers(), command.env.pointers());
+        let (files, cwd) = (command.files.pointers(), command.cwd.pointers());
+        let mut child = Child {
+            argv: argv.as_ptr(),
+            env: env.as_ptr(),
+            files: files.as_ptr(),
+            cwd: cwd.as_ptr(),
+            identity: command.identity.is_some(),
+            uid: command.identity.as_ref().map_or(0, |who| who.uid.into()),
+            gid: command.identity.as_ref().map_or(0, |who| who.gid.into()),
+            groups: command.identity.as_ref().map_or(ptr::null(), |who| who.groups.as_ptr()),
+            groups_len: command.identity.as_ref().map_or(0, |who| who.groups.len()),
+            fds: command.fds,
+            errno: 0,
+            step: Step::Setup,
+        };
+        self.oom_score("0");
+        // SAFETY: `child` and what it points to outlive the call, which returns after the child has let go of them.
+        let pid = unsafe { clone_vfork(&mut child, self.stack, command.cgroup) };
+        self.oom_score("-1000");
+        let pid = pid.map_err(|error| (Step::Setup, error))?;
+        if child.errno != 0 {
+            sys::reap(pid, true);
+            return Err((child.step, io::Error::from_raw_os_error(child.errno)));
+        }
+        Ok(pid)
+    }
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct CloneArgs {
+    flags: u64,
+    pidfd: u64,
+    child_tid: u64,
+    parent_tid: u64,
+    exit_signal: u64,
+    stack: u64,
+    stack_size: u64,
+    tls: u64,
+    set_tid: u64,
+    set_tid_size: u64,
+    cgroup: u64,
+}
+
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// # Safety: `child` is complete, `stack` has STACK bytes that nothing else uses.
+#[cfg(target_arch = "x86_64")]
+unsafe fn clone_vfork(child: &mut Child, stack: *mut c_void, cgroup: Option<RawFd>) -> io::Result<i32> {
+    let args = CloneArgs {
+        flags: (libc::CLONE_VM | libc::CLONE_VFORK) as u64 | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 },
+        exit_signal: libc::SIGCHLD as u64,
+        stack: stack as u64,
+        stack_size: STACK as u64,
+        cgroup: cgroup.unwrap_or(0) as u64,
+        ..CloneArgs::default()
+    };
+    let result: i64;
+    // The child comes out of the system call on its own stack and must not return from here.
+    std::arch::asm!(
+        "syscall",
+        "test rax, rax",
+        "jnz 2f",
+        "xor ebp, ebp",
+        "mov rdi, r12",
+        "call r13",
+        "ud2",
+        "2:",
+        inout("rax") libc::SYS_clone3 => result,
+        in("rdi") &args,
+        in("rsi") std::mem::size_of::<CloneArgs>(),
+        in("r12") child as *mut Child,
+        in("r13") run_child as unsafe extern "C" fn(*mut Child) -> !,
+        out("rcx") _,
+        out("r11") _,
+    );
+    if result < 0 { Err(io::Error::from_raw_os_error(-result as i32)) } else { Ok(result as i32) }
+}
+
+/// Elsewhere a plain fork: dearer, and the child's error comes back through a pipe instead of shared memory.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn clone_vfork(child: &mut Child, _stack: *mut c_void, cgroup: Option<RawFd>) -> io::Result<i32> {
+    let shared = libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0);
+    if shared == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let copy = shared.cast::<Child>();
+    ptr::copy_nonoverlapping(child, copy, 1);
+    let args = CloneArgs {
+        flags: libc::CLONE_VFORK as u64 | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 },
+        exit_signal: libc::SIGCHLD as u64,
+        cgroup: cgroup.unwrap_or(0) as u64,
+        ..CloneArgs::default()
+    };
+    let result = libc::syscall(libc::SYS_clone3, &args, std::mem::size_of::<CloneArgs>());
+    if result == 0 {
+        run_child(copy);
+    }
+    let error = io::Error::last_os_error();
+    (child.errno, child.step) = ((*copy).errno, (*copy).step);
+    libc::munmap(shared, 4096);
+    if result < 0 { Err(error) } else { Ok(result as i32) }
+}
+
+/// # Safety: only called in the fresh child.
+unsafe extern "C" fn run_child(child: *mut Child) -> ! {
+    let child = &mut *child;
+    let errno = match become_program(child) {
+        Ok(()) => 0,
+        Err(error) => error.raw_os_error().unwrap_or(libc::EIO),
+    };
+    child.errno = errno;
+    loop {
+        libc::syscall(libc::SYS_exit_group, 127);
+    }
+}
+
+/// The kernel's sigaction: handler, flags, restorer, mask.
+type KernelSigaction = [u64; 4];
+
+unsafe fn become_program(child: &mut Child) -> io::Result<()> {
+    let raw = |result: c_long| cvt(result as c_int);
+    let default: KernelSigaction = [0; 4];
+    let nothing = 0u64;
+    raw(libc::syscall(libc::SYS_rt_sigaction, libc::SIGPIPE, &default, 0usize, 8usize))?;
+    raw(libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &nothing, 0usize, 8usize))?;
+    raw(libc::syscall(libc::SYS_setsid))?;
+    for (to, from) in child.fds.iter().enumerate() {
+        raw(libc::syscall(libc::SYS_dup3, *from, to as c_int, 0))?;
+    }
+    if child.identity {
+        raw(libc::syscall(libc::SYS_setgroups, child.groups_len, child.groups))?;
+        raw(libc::syscall(libc::SYS_setresgid, child.gid, child.gid, child.gid))?;
+        raw(libc::syscall(libc::SYS_setresuid, child.uid, child.uid, child.uid))?;
+    }
+    child.step = Step::Directory;
+    first(child.cwd, |path| raw(libc::syscall(libc::SYS_chdir, path)))?;
+    child.step = Step::Exec;
+    // A look first: an execve that fails costs far more than a lookup that does.
+    first(child.files, |path| {
+        raw(libc::syscall(libc::SYS_faccessat, libc::AT_FDCWD, path, libc::X_OK))?;
+        raw(libc::syscall(libc::SYS_execve, path, child.argv, child.env))
+    })
+}
+
+/// Try each until one works; the error is the first one that says more than "not there".
+unsafe fn first(mut paths: *const *const c_char, mut attempt: impl FnMut(*const c_char) -> io::Result<c_int>) -> io::Result<()> {
+    let mut errno = libc::ENOENT;
+    while !(*paths).is_null() {
+        match attempt(*paths) {
+            Ok(_) => return Ok(()),
+            Err(error) => {
+                let found = error.raw_os_error().unwrap_or(libc::EIO);
+                if errno == libc::ENOENT && found != libc::ENOTDIR {
+                    errno = found;
+                }
+            }
+        }
+        paths = paths.add(1);
+    }
+    Err(io::Error::from_raw_os_error(errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    fn run(files: &[&str], argv: &[&str], cwd: &str) -> Result<(i32, Vec<u8>), (Step, i32)> {
+        let null = sys::open(std::ffi::CStr::from_bytes_with_nul(b"/dev/null\0").unwrap(), libc::O_RDWR, 0).unwrap();
+        let (reader, writer) = sys::pipe().unwrap();
+        let strings = |items: &[&str]| {
+            let mut strings = Strings::default();
+            items.iter().for_each(|item| strings.push(&[item.as_bytes()]).unwrap());
+            strings
+        };
+        let command = Command {
+            argv: strings(argv),
+            env: strings(&["A=b"]),
+            files: strings(files),
+            cwd: strings(&[cwd]),
+            identity: None,
+            fds: [null.as_raw_fd(), writer.as_raw_fd(), null.as_raw_fd()],
+            cgroup: None,
+        };
+        let pid = Spawner::new(false).unwrap().spawn(&command).map_err(|(step, error)| (step, error.raw_os_error().unwrap()))?;
+        drop(writer);
+        let mut out = Vec::new();
+        while sys::read_onto(reader.as_raw_fd(), &mut out, 4096).unwrap() > 0 {}
+        Ok((sys::reap(pid, true).unwrap().exit_code.unwrap(), out))
+    }
+
+    #[test]
+    fn runs_with_its_own_environment_directory_and_session() {
+        let script = "echo $A $PWD; test $(cut -d' ' -f6 /proc/$$/stat) = $$ && exit 7";
+        assert_eq!(run(&["/nope/sh", "/bin/sh"], &["sh", "-c", script], "/usr").unwrap(), (7, b"b /usr\n".to_vec()));
+    }
+
+    #[test]
+    fn says_what_failed() {
+        assert_eq!(run(&["/nope"], &["x"], "/"), Err((Step::Exec, libc::ENOENT)));
+        assert_eq!(run(&["/etc/passwd", "/nope"], &["x"], "/"), Err((Step::Exec, libc::EACCES)));
+        assert_eq!(run(&["/bin/sh"], &["x"], "/nope"), Err((Step::Directory, libc::ENOENT)));
+    }
+
+    #[test]
+    fn a_nul_is_refused() {
+        assert!(Strings::default().push(&[b"a\0b"]).is_none());
+    }
+}

@@ -1,7 +1,8 @@
 """How much slower than native the guest is: arithmetic, pandas, process start, a pytest run.
 
 Both sides run the same source with the same package versions (the template's lock file, in a venv of the
-cache); times are taken inside the process that runs, so no channel or server is in them. `factor` = guest / native.
+cache); times are taken inside the process that runs, so no channel or server is in them.
+`factor` = guest / native.
 """
 
 from __future__ import annotations

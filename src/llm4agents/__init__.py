@@ -1,5 +1,116 @@
-"""LLM4Agents sandbox: every sandbox is a microVM cloned from a frozen, warmed machine."""
+"""LLM4Agents sandbox: every sandbox is a microVM cloned from a frozen, warmed machine.
+
+    from llm4agents import Sandbox
+
+    with Sandbox() as sandbox:
+        print(sandbox.run_code("6 * 7").text)
+
+This file is the whole public surface. Names are imported when they are first used, so that
+`import llm4agents` and the command line start fast.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llm4agents.errors import (
+        BootError,
+        CapacityError,
+        ConflictError,
+        ConnectionLostError,
+        GuestError,
+        HostSetupError,
+        InvalidRequestError,
+        LLM4AgentsError,
+        NotFoundError,
+        NotStartedError,
+        PathNotFoundError,
+        ProgramFailedError,
+        ProtocolError,
+        SandboxDiedError,
+        SandboxNotFoundError,
+        ServerUnavailableError,
+        TemplateNotFoundError,
+        TimedOutError,
+        UnknownOutcomeError,
+        UnsupportedPlatformError,
+        VersionMismatchError,
+    )
+    from llm4agents.sdk._async.sandbox import AsyncSandbox
+    from llm4agents.sdk._sync.sandbox import Sandbox
+    from llm4agents.sdk.results import (
+        EmulationWarning,
+        ExecResult,
+        Execution,
+        ExecutionError,
+        FileInfo,
+        Output,
+        Result,
+        SandboxInfo,
+    )
+
 __version__ = "0.1.0"
+
+_ERRORS = (
+    "BootError CapacityError ConflictError ConnectionLostError GuestError HostSetupError InvalidRequestError "
+    "LLM4AgentsError NotFoundError NotStartedError PathNotFoundError ProgramFailedError ProtocolError "
+    "SandboxDiedError SandboxNotFoundError ServerUnavailableError TemplateNotFoundError TimedOutError "
+    "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError"
+)
+_RESULTS = "EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
+_HOMES = {
+    "Sandbox": "llm4agents.sdk._sync.sandbox",
+    "AsyncSandbox": "llm4agents.sdk._async.sandbox",
+    **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
+    **dict.fromkeys(_RESULTS.split(), "llm4agents.sdk.results"),
+}
+
+__all__ = [
+    "AsyncSandbox",
+    "BootError",
+    "CapacityError",
+    "ConflictError",
+    "ConnectionLostError",
+    "EmulationWarning",
+    "ExecResult",
+    "Execution",
+    "ExecutionError",
+    "FileInfo",
+    "GuestError",
+    "HostSetupError",
+    "InvalidRequestError",
+    "LLM4AgentsError",
+    "NotFoundError",
+    "NotStartedError",
+    "Output",
+    "PathNotFoundError",
+    "ProgramFailedError",
+    "ProtocolError",
+    "Result",
+    "Sandbox",
+    "SandboxDiedError",
+    "SandboxInfo",
+    "SandboxNotFoundError",
+    "ServerUnavailableError",
+    "TemplateNotFoundError",
+    "TimedOutError",
+    "UnknownOutcomeError",
+    "UnsupportedPlatformError",
+    "VersionMismatchError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,441 @@
+"""`AsyncSandbox` and, generated from it, `Sandbox`: one microVM and what can be done with it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llm4agents import limits
+from llm4agents.errors import (
+    ConflictError,
+    HostSetupError,
+    InvalidRequestError,
+    LLM4AgentsError,
+    SandboxDiedError,
+)
+from llm4agents.sdk import _wire, results
+from llm4agents.sdk._async.files import AsyncFiles
+from llm4agents.sdk._async.transport import AsyncEventStream, AsyncTransport, transport
+from llm4agents.sdk._runtime import async_begin, async_call
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_CREATED = frozenset({"sandbox"})
+_CODE_END = frozenset({"end"})
+_EXEC_END = frozenset({"exit"})
+_warned = False
+
+OnText = Callable[[str], Any]
+OnResult = Callable[[results.Result], Any]
+OnProgress = Callable[[str, str, "float | None"], Any]
+"""Called with (step, detail, fraction done or None) while a template is built."""
+
+
+class AsyncSandbox:
+    """A microVM of its own, cloned from a template's frozen machine.
+
+    As a context manager it is killed at the end. Defaults: template `python`, 1 vCPU, 1 GiB of memory,
+    5 GiB of disk, ended after 300 s without a call (`timeout`) and 24 h in any case (`life`), both in
+    seconds. There is no network in the guest in this version.
+    """
+
+    def __init__(
+        self,
+        template: str = limits.DEFAULT_TEMPLATE,
+        *,
+        timeout: float = limits.IDLE_TIMEOUT_S,
+        life: float = limits.LIFE_S_MAX,
+        env: Mapping[str, str] | None = None,
+        memory_mib: int | None = None,
+        vcpus: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        network: None = None,
+        require_kvm: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
+
+        `env` is there for every command and cell. `require_kvm` refuses software emulation
+        (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
+        ServerUnavailableError; nothing is left running by any of them.
+        """
+        self._info: results.SandboxInfo | None = None
+        self._held = False
+        self._progress, self._require_kvm = on_progress, require_kvm
+        self._wanted = _wire.create_body(
+            template,
+            timeout=timeout,
+            life=life,
+            env=env,
+            memory_mib=memory_mib,
+            vcpus=vcpus,
+            metadata=metadata,
+            network=network,
+        )
+        self._transport: AsyncTransport = transport()
+        async_begin(self._open)
+
+    @classmethod
+    async def create(
+        cls,
+        template: str = limits.DEFAULT_TEMPLATE,
+        *,
+        timeout: float = limits.IDLE_TIMEOUT_S,
+        life: float = limits.LIFE_S_MAX,
+        env: Mapping[str, str] | None = None,
+        memory_mib: int | None = None,
+        vcpus: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        network: None = None,
+        require_kvm: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> AsyncSandbox:
+        """A new sandbox; arguments and errors as of the class."""
+        made = cls(
+            template,
+            timeout=timeout,
+            life=life,
+            env=env,
+            memory_mib=memory_mib,
+            vcpus=vcpus,
+            metadata=metadata,
+            network=network,
+            require_kvm=require_kvm,
+            on_progress=on_progress,
+        )
+        await made._open()
+        return made
+
+    @classmethod
+    async def connect(cls, id: str) -> AsyncSandbox:
+        """A handle on a sandbox that exists. Raises SandboxNotFoundError, ConflictError when it has ended."""
+        way = transport()
+        async with way:
+            info = await _get(way, id)
+            if info.state in ("killed", "failed"):
+                raise ConflictError(
+                    f"sandbox {info.id} has ended: {info.reason or info.state}",
+                    hint="create a new one",
+                    sandbox=info.id,
+                )
+            made = cls.__new__(cls)
+            made._transport, made._info, made._held = way, None, False
+            made._bind(info)
+            return made
+
+    @classmethod
+    async def list(
+        cls,
+        *,
+        state: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        limit: int | None = None,
+    ) -> list[results.SandboxInfo]:
+        """The sandboxes of this server, newest state of each; `metadata`: only those that carry all of it."""
+        found: list[results.SandboxInfo] = []
+        after: str | None = None
+        async with transport() as way:
+            while limit is None or len(found) < limit:
+                params = {
+                    "state": state,
+                    "limit": None if limit is None else limit - len(found),
+                    "after": after,
+                }
+                params.update({f"metadata.{name}": value for name, value in (metadata or {}).items()})
+                page = await way.json("GET", "/v1/sandboxes", params=params)
+                found.extend(results.sandbox_info(item) for item in page.get("data") or ())
+                after = page.get("next")
+                if not after:
+                    break
+        return found
+
+    async def _open(self) -> None:
+        """Creates what the constructor described, once."""
+        if self._info is not None:
+            return
+        async with self._transport as way:
+            server = await way.server()
+            if self._require_kvm and server.get("accelerator") == "tcg":
+                raise _no_kvm(server)
+            body = await self._create(way)
+            info = results.sandbox_info(body)
+            self._bind(info)
+            if info.accelerator == "tcg":
+                if self._require_kvm:
+                    await self.kill()
+                    raise _no_kvm(server)
+                _warn_emulated(server)
+
+    async def _create(self, way: AsyncTransport) -> dict[str, Any]:
+        """The server's Sandbox. Streamed even without a callback: a build outlasts any timeout."""
+        stream = await way.events("/v1/sandboxes", self._wanted, ends=_CREATED, wait_s=None)
+        async with stream as events:
+            async for event in events:
+                if event.get("type") == "sandbox":
+                    return event
+                if event.get("type") == "progress":
+                    await async_call(
+                        self._progress,
+                        str(event.get("step")),
+                        str(event.get("detail") or ""),
+                        event.get("fraction"),
+                    )
+        raise AssertionError("not reached: the stream ends with a sandbox or raises")
+
+    def _bind(self, info: results.SandboxInfo) -> None:
+        self._info = info
+        self._path = f"/v1/sandboxes/{info.id}"
+        self.files = AsyncFiles(self._transport, info.id)
+        self._transport.retain()
+        self._held = True
+
+    @property
+    def id(self) -> str:
+        """`sbx_` and 20 of [a-z0-9]."""
+        if self._info is None:
+            raise InvalidRequestError(
+                "this sandbox is not created yet",
+                hint="use `async with AsyncSandbox(...)` or `await AsyncSandbox.create(...)`",
+            )
+        return self._info.id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._info.id if self._info else '(not created)'}>"
+
+    async def __aenter__(self) -> AsyncSandbox:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.kill()
+            return
+        with contextlib.suppress(LLM4AgentsError):  # the error of the body is the one to see
+            await self.kill()
+
+    async def info(self) -> results.SandboxInfo:
+        """State, deadline and shape, as the server knows them now."""
+        self._info = await _get(self._transport, self.id)
+        return self._info
+
+    async def kill(self) -> results.SandboxInfo:
+        """Ends the sandbox; its memory and files are gone. Killing one that has ended is fine."""
+        try:
+            body = await self._transport.json("DELETE", f"/v1/sandboxes/{self.id}", sandbox=self.id)
+        except (ConflictError, SandboxDiedError):
+            return await self.info()
+        finally:
+            await self.close()
+        return results.sandbox_info(body)
+
+    async def close(self) -> None:
+        """Lets go of the handle and leaves the sandbox to its timeouts; `connect(id)` finds it again."""
+        if self._held:
+            self._held = False
+            await self._transport.release()
+
+    async def set_timeout(self, timeout: float) -> results.SandboxInfo:
+        """From now on it ends after `timeout` seconds without a call."""
+        if not _wire.seconds("timeout", timeout):
+            raise InvalidRequestError(
+                f"timeout={timeout!r}: a sandbox must end some time", hint="give seconds > 0"
+            )
+        body = await self._transport.json(
+            "POST", f"{self._path}/timeout", {"timeout_s": timeout}, sandbox=self.id
+        )
+        self._info = results.sandbox_info(body)
+        return self._info
+
+    async def metrics(self) -> dict[str, Any]:
+        """CPU (ms), memory and disk (bytes), processes, as the guest counts them."""
+        return await self._transport.json("GET", f"/v1/sandboxes/{self.id}/metrics", sandbox=self.id)
+
+    async def events(self) -> dict[str, Any]:
+        """The sandbox's state events, oldest first, as the server recorded them."""
+        return await self._transport.json("GET", f"/v1/sandboxes/{self.id}/events", sandbox=self.id)
+
+    async def run_code(
+        self,
+        code: str,
+        *,
+        context: str = "default",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = limits.CODE_TIMEOUT_S,
+        on_stdout: OnText | None = None,
+        on_stderr: OnText | None = None,
+        on_result: OnResult | None = None,
+    ) -> results.Execution:
+        """Runs a cell of Python; its state is kept for the next one of the same `context`.
+
+        `timeout` in seconds, 0 for none: a cell that runs longer is interrupted and says so in `.error`.
+        The callbacks get output and rich results as they come. Leaving this call early (Ctrl-C,
+        cancellation) interrupts the cell. An exception in the cell is a result, see `Execution.check`.
+        """
+        stream = any((on_stdout, on_stderr, on_result))
+        body = _wire.code_body(code, context=context, env=env, timeout=timeout, stream=stream)
+        path, wait_s = f"/v1/sandboxes/{self.id}/code", _wire.wait_s(timeout)
+        if not stream:
+            answer = await self._transport.json("POST", path, body, wait_s=wait_s, sandbox=self.id)
+            return results.execution(answer)
+        callbacks = {"stdout": on_stdout, "stderr": on_stderr, "result": on_result}
+        built = _wire.ExecutionBuilder()
+        stream_of = await self._transport.events(path, body, ends=_CODE_END, wait_s=wait_s, sandbox=self.id)
+        end: dict[str, Any] = {}
+        async with stream_of as events:
+            async for event in events:
+                value = built.feed(event)
+                if value is not None:
+                    await async_call(callbacks[event["type"]], value)
+                end = event
+        return built.build(end)
+
+    async def interrupt(self, context: str = "default") -> None:
+        """Interrupts the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
+        await self._transport.json(
+            "POST", f"/v1/sandboxes/{self.id}/code/interrupt", {"context": context}, sandbox=self.id
+        )
+
+    async def restart(self, context: str = "default") -> None:
+        """Gives `context` a fresh interpreter; its variables are gone, files stay."""
+        await self._transport.json(
+            "POST", f"/v1/sandboxes/{self.id}/code/restart", {"context": context}, sandbox=self.id
+        )
+
+    async def exec(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: str | bytes | None = None,
+        timeout: float | None = limits.EXEC_TIMEOUT_S,
+        on_stdout: OnText | None = None,
+        on_stderr: OnText | None = None,
+    ) -> results.ExecResult:
+        """Runs a command and waits: a string in a shell, a sequence as it is.
+
+        `cwd` defaults to the home of `user` (default `user`; `root` is allowed: it is the guest's own).
+        `timeout` in seconds, 0 for none: then it is killed and `.timed_out` is set. A non-zero exit is a
+        result, see `ExecResult.check`.
+        """
+        if on_stdout is None and on_stderr is None:
+            body = _wire.exec_body(
+                cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=False
+            )
+            path = f"/v1/sandboxes/{self.id}/exec"
+            answer = await self._transport.json(
+                "POST", path, body, wait_s=_wire.wait_s(timeout), sandbox=self.id
+            )
+            return results.exec_result(answer)
+        stream = await self.exec_stream(cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout)
+        callbacks = {"stdout": on_stdout, "stderr": on_stderr}
+        kept = {name: _wire.Collector(limits.EXEC_OUTPUT_BYTES_MAX) for name in callbacks}
+        async with stream:
+            async for output in stream:
+                text = kept[output.channel].feed(output.data)
+                if text:
+                    await async_call(callbacks[output.channel], text)
+        for name, collector in kept.items():
+            if rest := collector.flush():
+                await async_call(callbacks[name], rest)
+        return results.exec_end(
+            stream.end or {},
+            kept["stdout"].bytes(),
+            kept["stderr"].bytes(),
+            truncated=kept["stdout"].truncated or kept["stderr"].truncated,
+        )
+
+    async def exec_stream(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: str | bytes | None = None,
+        timeout: float | None = limits.EXEC_TIMEOUT_S,
+    ) -> AsyncExecStream:
+        """Starts a command: an iterator of `Output`, which then has `.result`. Arguments as of `exec`.
+
+        Use it as a context manager: leaving it early kills the command.
+        """
+        body = _wire.exec_body(cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=True)
+        path = f"/v1/sandboxes/{self.id}/exec"
+        events = await self._transport.events(
+            path, body, ends=_EXEC_END, wait_s=_wire.wait_s(timeout), sandbox=self.id
+        )
+        return AsyncExecStream(events)
+
+
+class AsyncExecStream:
+    """A running command: an iterator of its output as it comes."""
+
+    def __init__(self, events: AsyncEventStream) -> None:
+        self._events = events
+        self.pid: int | None = None
+        """In the guest; known once the first output was read."""
+        self.end: dict[str, Any] | None = None
+
+    async def __aenter__(self) -> AsyncExecStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> AsyncExecStream:
+        return self
+
+    async def __anext__(self) -> results.Output:
+        while True:
+            event = await self._events.__anext__()
+            kind = event.get("type")
+            if kind == "started":
+                self.pid = event.get("pid")
+            elif kind == "stdout":
+                return results.Output("stdout", base64.b64decode(event.get("data_b64") or ""))
+            elif kind == "stderr":
+                return results.Output("stderr", base64.b64decode(event.get("data_b64") or ""))
+            elif kind == "exit":
+                self.end = event
+
+    @property
+    def result(self) -> results.ExecResult:
+        """How it ended (without the output, which was yours). Raises InvalidRequestError before the end."""
+        if self.end is None:
+            raise InvalidRequestError("the command has not ended", hint="iterate to the end first")
+        return results.exec_end(self.end, b"", b"")
+
+    async def aclose(self) -> None:
+        """Ends the command if it still runs."""
+        await self._events.aclose()
+
+
+async def _get(way: AsyncTransport, id: str) -> results.SandboxInfo:
+    if not id or not id.replace("_", "").isalnum():
+        raise InvalidRequestError(
+            f"{id!r} is not a sandbox id", hint="ids look like sbx_0123456789abcdefghij"
+        )
+    return results.sandbox_info(await way.json("GET", f"/v1/sandboxes/{id}", sandbox=id))
+
+
+def _no_kvm(server: Mapping[str, Any]) -> HostSetupError:
+    why = server.get("why_not_kvm") or "no reason given"
+    return HostSetupError(
+        f"KVM is required and cannot be used here: {why}",
+        hint="leave require_kvm out to run in software emulation",
+    )
+
+
+def _warn_emulated(server: Mapping[str, Any]) -> None:
+    """Once per process: without KVM it works, and is slower."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(_wire.emulation_note(server), results.EmulationWarning, stacklevel=2)

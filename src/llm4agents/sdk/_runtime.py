@@ -1,0 +1,155 @@
+"""Where the asynchronous and the synchronous client differ: each thing twice, under two names.
+
+scripts/unasync.py replaces the first name of each pair by the second. Nothing else may differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    import httpcore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CONNECTIONS_MAX = 1_000
+CONNECTIONS_IDLE_MAX = 32
+IDLE_EXPIRY_S = 30.0
+"""Less than the server's 75 s, so that a connection is rarely found closed when it is wanted."""
+
+
+class AsyncPools:
+    """One pool per event loop and process; closed when the last handle that used it is let go.
+
+    A connection belongs to the loop it was opened in, so one that outlived its loop would be a leak.
+    """
+
+    def __init__(self, socket: str | None) -> None:
+        self._socket = socket
+        self._pools: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[int, httpcore.AsyncConnectionPool]
+        ] = weakref.WeakKeyDictionary()
+        self._users: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.WeakKeyDictionary()
+
+    def get(self) -> httpcore.AsyncConnectionPool:
+        import httpcore
+
+        loop = asyncio.get_running_loop()
+        held = self._pools.get(loop)
+        if held is None or held[0] != os.getpid():
+            pool = httpcore.AsyncConnectionPool(
+                uds=self._socket,
+                max_connections=CONNECTIONS_MAX,
+                max_keepalive_connections=CONNECTIONS_IDLE_MAX,
+                keepalive_expiry=IDLE_EXPIRY_S,
+            )
+            held = self._pools[loop] = (os.getpid(), pool)
+        return held[1]
+
+    def retain(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._users[loop] = self._users.get(loop, 0) + 1
+
+    async def release(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._users[loop] = self._users.get(loop, 1) - 1
+        if self._users[loop] <= 0:
+            self._users.pop(loop, None)
+            held = self._pools.pop(loop, None)
+            if held is not None and held[0] == os.getpid():
+                await held[1].aclose()
+
+
+class Pools:
+    """One pool per process, for all its threads, kept until the process ends; a fork starts anew."""
+
+    def __init__(self, socket: str | None) -> None:
+        self._socket = socket
+        self._pools: dict[int, httpcore.ConnectionPool] = {}
+
+    def get(self) -> httpcore.ConnectionPool:
+        import httpcore
+
+        held = self._pools.get(os.getpid())
+        if held is None:
+            made = httpcore.ConnectionPool(
+                uds=self._socket,
+                max_connections=CONNECTIONS_MAX,
+                max_keepalive_connections=CONNECTIONS_IDLE_MAX,
+                keepalive_expiry=IDLE_EXPIRY_S,
+            )
+            held = self._pools.setdefault(os.getpid(), made)
+        return held
+
+    def retain(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+async def async_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs what blocks (disk, the start of a server) in a thread."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return function(*args, **kwargs)
+
+
+async def async_call(callback: Callable[..., Any] | None, *args: Any) -> None:
+    """Calls a user's callback, which may be a coroutine function."""
+    if callback is not None:
+        answer = callback(*args)
+        if inspect.isawaitable(answer):
+            await answer
+
+
+def call(callback: Callable[..., Any] | None, *args: Any) -> None:
+    if callback is not None:
+        callback(*args)
+
+
+def async_begin(start: Callable[[], Awaitable[Any]]) -> None:
+    """A constructor cannot wait: `AsyncSandbox(...)` is created on `async with`."""
+
+
+def begin(start: Callable[[], Any]) -> None:
+    """`Sandbox(...)` creates at once."""
+    start()
+
+
+async def async_chunks(data: Any, size: int) -> Any:
+    """Pieces of bytes, of a binary file object, or of a (possibly asynchronous) iterable of bytes."""
+    if hasattr(data, "__aiter__"):
+        async for piece in data:
+            yield piece
+    elif hasattr(data, "read"):
+        while piece := await asyncio.to_thread(data.read, size):
+            yield piece
+    else:
+        for piece in _split(data, size):
+            yield piece
+
+
+def chunks(data: Any, size: int) -> Iterator[bytes]:
+    if hasattr(data, "read"):
+        while piece := data.read(size):
+            yield piece
+    else:
+        yield from _split(data, size)
+
+
+def _split(data: Any, size: int) -> Iterator[bytes]:
+    if isinstance(data, bytes | bytearray | memoryview):
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), size):
+            yield bytes(view[at : at + size])
+    else:
+        yield from data

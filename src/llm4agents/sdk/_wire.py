@@ -1,0 +1,383 @@
+"""Pure decisions of the client: request bodies, paths, deadlines, stream decoding, how errors are named.
+
+No I/O, no clock, no httpcore: everything here can be tested as a table.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import math
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llm4agents import limits
+from llm4agents.errors import (
+    InvalidRequestError,
+    LLM4AgentsError,
+    ProtocolError,
+    UnsupportedPlatformError,
+    from_wire,
+)
+from llm4agents.sdk import results
+
+HOME = "/home/user"
+ANSWER_SLACK_S = 30.0
+"""How long after a call's own deadline the client still waits for the server to say so."""
+DEFAULT_WAIT_S = 120.0
+"""For calls that have no deadline of their own."""
+LINE_BYTES_MAX = 64 * 1_048_576
+"""An NDJSON line above this is not one of ours (a result may hold a large figure)."""
+NO_NETWORK = "this version has no network in the guest"
+
+_HINTS = {
+    "sandbox_not_found": "llm4agents ls shows what exists; create a new one",
+    "sandbox_died": "its files and variables are gone; create a new sandbox",
+    "conflict": "llm4agents ls shows its state; create a new sandbox if it was killed",
+    "timed_out": "raise timeout=, or 0 for none",
+    "connection_lost": "it may have run; look at its effects before running it again",
+    "path_not_found": "files.list() of the directory shows what is there",
+    "capacity": "kill sandboxes that are not needed: llm4agents ls, llm4agents kill",
+    "template_not_found": "llm4agents template ls shows what there is",
+    "boot_failed": "llm4agents doctor checks this host",
+    "host_setup": "llm4agents doctor says what is missing, llm4agents setup installs it",
+}
+
+
+def check_platform(url: str | None) -> None:
+    """Raises UnsupportedPlatformError where no local server can run and no remote one is named."""
+    if url is None and not (sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")):
+        raise UnsupportedPlatformError(
+            f"sandboxes run on Linux x86-64, and this is {sys.platform} {platform.machine()}: "
+            "from here the package is a client of a remote server",
+            hint="set LLM4AGENTS_URL (and LLM4AGENTS_API_KEY) to a server's address",
+        )
+
+
+def path_of(path: str) -> str:
+    """The absolute path on the wire: what is relative, or starts with `~/`, is taken from /home/user."""
+    text = str(path)
+    if not text or "\0" in text:
+        raise InvalidRequestError(f"{text!r} is not a path", hint="give the path of a file in the sandbox")
+    if len(text.encode("utf-8", "surrogateescape")) > limits.PATH_BYTES_MAX:
+        raise InvalidRequestError(f"the path is longer than {limits.PATH_BYTES_MAX} bytes: {text[:60]}…")
+    if text == "~" or text.startswith("~/"):
+        text = HOME + text[1:]
+    return text if text.startswith("/") else f"{HOME}/{text}"
+
+
+def seconds(name: str, value: float | None, *, most: float | None = None) -> float | None:
+    """A duration as the wire has it. 0 and None alike mean none, and travel as 0."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise InvalidRequestError(f"{name}={value!r} is not a number of seconds", hint="0 means no limit")
+    if most is not None and value > most:
+        raise InvalidRequestError(f"{name}={value!r} is more than {most:g} seconds")
+    return value
+
+
+def wait_s(timeout: float | None) -> float | None:
+    """How long the client waits for an answer to a call that may run for `timeout` seconds (0: for ever)."""
+    return timeout + ANSWER_SLACK_S if timeout else None
+
+
+def env_of(env: Mapping[str, str] | None) -> dict[str, str] | None:
+    if env is None:
+        return None
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidRequestError(f"env[{name!r}]: names and values are strings", hint="str() the value")
+    return dict(env)
+
+
+def without_none(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def create_body(
+    template: str,
+    *,
+    timeout: float,
+    life: float,
+    env: Mapping[str, str] | None,
+    memory_mib: int | None,
+    vcpus: int | None,
+    metadata: Mapping[str, str] | None,
+    network: object,
+) -> dict[str, Any]:
+    """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
+    if network is not None:
+        raise InvalidRequestError(
+            NO_NETWORK, hint="leave network= out; copy data in with sandbox.files.upload"
+        )
+    if not isinstance(template, str) or not template:
+        raise InvalidRequestError(
+            f"template={template!r} is not a name", hint='for example template="python"'
+        )
+    for name, value in (("timeout", timeout), ("life", life)):
+        if not seconds(name, value):
+            raise InvalidRequestError(
+                f"{name}={value!r}: a sandbox must end some time", hint="give seconds > 0"
+            )
+    body = {
+        "template": template,
+        "timeout_s": timeout,
+        "life_s": life,
+        "env": env_of(env),
+        "memory_mib": memory_mib,
+        "vcpus": vcpus,
+        "metadata": None if metadata is None else dict(metadata),
+    }
+    return without_none(body)
+
+
+def exec_body(
+    cmd: str | Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    user: str | None,
+    stdin: str | bytes | None,
+    timeout: float | None,
+    stream: bool,
+) -> dict[str, Any]:
+    """POST …/exec: a string is a shell command, a sequence is argv. `stdin` travels in base64."""
+    body: dict[str, Any] = {"timeout_s": seconds("timeout", timeout), "stream": stream}
+    if isinstance(cmd, str):
+        if not cmd.strip():
+            raise InvalidRequestError("the command is empty")
+        body["command"] = cmd
+    else:
+        argv = [str(part) for part in cmd]
+        if not argv or not argv[0]:
+            raise InvalidRequestError("argv is empty", hint='for example ["ls", "-l"]')
+        body["argv"] = argv
+    if stdin is not None:
+        raw = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else bytes(stdin)
+        body["stdin"] = base64.b64encode(raw).decode("ascii")
+    body.update(env=env_of(env), cwd=None if cwd is None else path_of(cwd), user=user)
+    return without_none(body)
+
+
+def code_body(
+    code: str, *, context: str, env: Mapping[str, str] | None, timeout: float | None, stream: bool
+) -> dict[str, Any]:
+    """POST …/code."""
+    if not isinstance(code, str):
+        raise InvalidRequestError(f"code is a string, not {type(code).__name__}")
+    if len(code) > limits.CODE_BYTES_MAX:
+        raise InvalidRequestError(
+            f"the code is longer than {limits.CODE_BYTES_MAX} bytes", hint="write it to a file and import it"
+        )
+    body = {"code": code, "context": context, "env": env_of(env), "timeout_s": seconds("timeout", timeout)}
+    return without_none({**body, "stream": stream})
+
+
+def target(path: str, params: Mapping[str, Any] | None) -> str:
+    """Path and query of a request. None in `params` is left out."""
+    pairs = [
+        f"{quote(name, safe='.')}={quote(os_text(value), safe='/')}"
+        for name, value in (params or {}).items()
+        if value is not None
+    ]
+    return f"{path}?{'&'.join(pairs)}" if pairs else path
+
+
+def os_text(value: object) -> bytes:
+    """Text as bytes; names that are no UTF-8 (surrogate escapes) survive."""
+    if isinstance(value, bool):
+        return b"true" if value else b"false"
+    return str(value).encode("utf-8", "surrogateescape")
+
+
+class LineDecoder:
+    """NDJSON from pieces of any size: `feed` gives the objects that are whole."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._bytes = 0
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        *whole, rest = data.split(b"\n")
+        found = []
+        for line in whole:
+            full = b"".join([*self._parts, line])
+            self._parts, self._bytes = [], 0
+            if full.strip():
+                found.append(_object(full))
+        if rest:
+            self._parts.append(rest)
+            self._bytes += len(rest)
+            if self._bytes > LINE_BYTES_MAX:
+                raise ProtocolError(f"the server sent a line of more than {LINE_BYTES_MAX} bytes")
+        return found
+
+    @property
+    def pending(self) -> bool:
+        """Whether a line was begun and not ended: a stream that ends now was cut."""
+        return bool(self._parts)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ProtocolError(f"the server sent what is not a JSON object: {line[:80]!r}")
+    return found
+
+
+def is_problem(event: Mapping[str, Any]) -> bool:
+    """Whether a line is an error of the server, not an exception of the cell."""
+    return event.get("type") == "error" and "outcome" in event
+
+
+class Collector:
+    """Keeps the first `most` bytes of a channel, whole characters for callbacks, and whether more came."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parts: list[bytes] = []
+        self._kept = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.truncated = False
+
+    def feed(self, data: bytes) -> str:
+        room = self._most - self._kept
+        if len(data) > room:
+            self.truncated = True
+        if room > 0:
+            self._parts.append(data[:room])
+            self._kept += min(room, len(data))
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+    def bytes(self) -> bytes:
+        return b"".join(self._parts)
+
+
+class ExecutionBuilder:
+    """An Execution from the events of a streamed cell."""
+
+    def __init__(self) -> None:
+        self._text: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._kept = {"stdout": 0, "stderr": 0}
+        self._results: list[results.Result] = []
+        self._error: dict[str, Any] | None = None
+        self._truncated = False
+
+    def feed(self, event: dict[str, Any]) -> str | results.Result | None:
+        """Takes one event; answers what a callback of its type is to be given."""
+        kind = event.get("type")
+        if kind in ("stdout", "stderr"):
+            text = str(event.get("text") or "")
+            room = limits.CODE_OUTPUT_BYTES_MAX - self._kept[kind]
+            self._text[kind].append(text[:room] if room < len(text) else text)
+            self._kept[kind] += min(room, len(text))
+            self._truncated |= len(text) > room
+            return text
+        if kind == "result":
+            value = results.result(event)
+            self._results.append(value)
+            return value
+        if kind == "error":
+            self._error = event
+        return None
+
+    def build(self, end: Mapping[str, Any]) -> results.Execution:
+        built = results.execution({**end, "error": self._error, "stdout": "", "stderr": ""})
+        return results.Execution(
+            results=self._results,
+            stdout="".join(self._text["stdout"]),
+            stderr="".join(self._text["stderr"]),
+            error=built.error,
+            status=built.status,
+            execution_count=built.execution_count,
+            duration_ms=built.duration_ms,
+            truncated=self._truncated or built.truncated,
+        )
+
+
+def error_of(status: int, body: bytes, *, sandbox: str | None = None) -> LLM4AgentsError:
+    """The error of an answer above 399, with the sandbox's id and something to do in it."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        found = {"detail": f"HTTP {status}: {body[:200].decode('utf-8', 'replace').strip() or 'no body'}"}
+    elif "code" not in found and not isinstance(found.get("detail"), str):
+        found = {"detail": f"HTTP {status}: {json.dumps(found.get('detail', found))[:500]}"}
+    return named(from_wire(found, status), sandbox)
+
+
+def named(error: LLM4AgentsError, sandbox: str | None) -> LLM4AgentsError:
+    """The same error, saying which sandbox and what to do, if it did not."""
+    message, hint = error.message, error.hint or _HINTS.get(error.code)
+    if sandbox is not None:
+        error.details = {"sandbox": sandbox, **error.details}
+        if sandbox not in message:
+            message = f"sandbox {sandbox}: {message}"
+    error.message, error.hint = message, hint
+    error.args = (message if hint is None else f"{message} ({hint})",)
+    return error
+
+
+def not_text(path: str, sandbox: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"sandbox {sandbox}: {path} is not UTF-8 text", hint='read it with format="bytes"', path=path
+    )
+
+
+def release_of(version: str) -> tuple[tuple[int, ...], int]:
+    """A version as something that sorts: its numbers, and pre-releases before the release."""
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)(.*)", version)
+    if match is None:
+        return (), 0
+    numbers = tuple(int(part) for part in match.group(1).split("."))
+    return numbers, 0 if re.match(r"[-_.]?(a|b|rc|dev|alpha|beta|pre)", match.group(2)) else 1
+
+
+def unique_prefix(prefix: str, ids: Iterable[str]) -> list[str]:
+    """The ids `prefix` may mean: itself when it is one, else all that begin with it (`sbx_` is optional)."""
+    known = list(ids)
+    if prefix in known:
+        return [prefix]
+    return [name for name in known if name.startswith((prefix, f"sbx_{prefix}"))]
+
+
+def local(file: Path) -> str:
+    """A path of this machine as the server, whose cwd is `/`, understands it."""
+    return str(file.absolute())
+
+
+def segment(name: str) -> str:
+    """A name as one segment of a path."""
+    if not name or name in (".", ".."):
+        raise InvalidRequestError(f"{name!r} is not a name")
+    return quote(os_text(name), safe="")
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """The JSON object an answer is."""
+    return _object(body) if body.strip() else {}
+
+
+def emulation_note(server: Mapping[str, Any]) -> str:
+    """What to tell once when sandboxes run without KVM."""
+    why, note = server.get("why_not_kvm"), server.get("slowdown_note")
+    parts = ["sandboxes run in software emulation" + (f": {why}" if why else " (no KVM here)")]
+    parts.append(
+        str(note) if note else "code runs about 10 times slower than native; isolation is a VM's all the same"
+    )
+    return "; ".join(parts)

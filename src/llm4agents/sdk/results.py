@@ -1,0 +1,350 @@
+"""What SDK calls return: plain frozen data, built from the wire by pure functions. No I/O here.
+
+Unknown fields of a newer server are ignored; missing ones of an older server get their empty value.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from llm4agents.errors import ProgramFailedError
+
+Channel = Literal["stdout", "stderr"]
+
+
+class EmulationWarning(UserWarning):
+    """Sandboxes run in software emulation because KVM cannot be used here; once per process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One value a cell showed: the last expression's (`main`), or one of `display()` or a figure.
+
+    `data` is as it travels: MIME type → text, binary types in base64. The properties decode it; one that
+    the value does not have is None.
+    """
+
+    data: dict[str, Any]
+    main: bool = False
+
+    def _text(self, mime: str) -> str | None:
+        value = self.data.get(mime)
+        return None if value is None else "".join(value) if isinstance(value, list) else str(value)
+
+    def _bytes(self, mime: str) -> bytes | None:
+        value = self._text(mime)
+        return None if value is None else base64.b64decode(value)
+
+    @property
+    def text(self) -> str | None:
+        """text/plain: what the interactive interpreter would print."""
+        return self._text("text/plain")
+
+    @property
+    def html(self) -> str | None:
+        """text/html, for example a data frame as a table."""
+        return self._text("text/html")
+
+    @property
+    def markdown(self) -> str | None:
+        return self._text("text/markdown")
+
+    @property
+    def svg(self) -> str | None:
+        """image/svg+xml, as text."""
+        return self._text("image/svg+xml")
+
+    @property
+    def png(self) -> bytes | None:
+        """image/png: the bytes of the file."""
+        return self._bytes("image/png")
+
+    @property
+    def jpeg(self) -> bytes | None:
+        return self._bytes("image/jpeg")
+
+    @property
+    def pdf(self) -> bytes | None:
+        return self._bytes("application/pdf")
+
+    @property
+    def latex(self) -> str | None:
+        return self._text("text/latex")
+
+    @property
+    def javascript(self) -> str | None:
+        return self._text("application/javascript")
+
+    @property
+    def json(self) -> Any:
+        """application/json, decoded."""
+        value = self.data.get("application/json")
+        return json.loads(value) if isinstance(value, str) else value
+
+    def __str__(self) -> str:
+        return self.text if self.text is not None else f"<{', '.join(sorted(self.data)) or 'nothing'}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Jupyter shows the value as the cell in the sandbox would have."""
+        bundle = dict(self.data)
+        if "application/json" in bundle:
+            bundle["application/json"] = self.json
+        return {m: v for m, v in bundle.items() if (not include or m in include) and m not in (exclude or ())}
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionError:
+    """The Python exception that ended a cell (or `InterpreterDied`, `TimedOut`, `KeyboardInterrupt`)."""
+
+    name: str
+    value: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What a cell did. An exception in the cell is a result (`error`), not an exception here; see `check`."""
+
+    results: list[Result] = field(default_factory=list)
+    stdout: str = ""
+    stderr: str = ""
+    error: ExecutionError | None = None
+    status: Literal["ok", "error", "interrupted", "died", "timed_out"] = "ok"
+    execution_count: int = 0
+    duration_ms: float | None = None
+    """As the server measured it, in milliseconds; None from a server that does not say."""
+    truncated: bool = False
+    """Whether output beyond CODE_OUTPUT_BYTES_MAX was dropped."""
+
+    @property
+    def text(self) -> str | None:
+        """text/plain of the last expression's value, or None when the cell ended in no value."""
+        main = self._main()
+        return None if main is None else main.text
+
+    def _main(self) -> Result | None:
+        return next((result for result in reversed(self.results) if result.main), None)
+
+    def check(self) -> Execution:
+        """Itself; raises ProgramFailedError when the cell ended in an error."""
+        if self.error is not None or self.status != "ok":
+            raise ProgramFailedError(
+                f"the code failed: {self.error or self.status}",
+                status=self.status,
+                traceback=self.error.traceback if self.error else "",
+            )
+        return self
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        shown = self._main() or next(iter(reversed(self.results)), None)
+        if shown is not None:
+            return shown._repr_mimebundle_(include, exclude)
+        text = self.error.traceback if self.error else self.stdout
+        return {"text/plain": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a running command's output, as it came."""
+
+    channel: Channel
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        """UTF-8 with replacement; a character cut by the piece's end shows as U+FFFD."""
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command ended. A non-zero exit is a result, not an exception; see `check`."""
+
+    exit_code: int | None
+    """None when a signal ended it."""
+    signal: int | None = None
+    stdout_bytes: bytes = b""
+    stderr_bytes: bytes = b""
+    timed_out: bool = False
+    duration_ms: float | None = None
+    stdout_truncated: bool = False
+    """Whether more than EXEC_OUTPUT_BYTES_MAX came; the rest was dropped. Stream it to see all."""
+    stderr_truncated: bool = False
+
+    @property
+    def stdout(self) -> str:
+        """UTF-8 with replacement; `stdout_bytes` has what was really written."""
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    def check(self) -> ExecResult:
+        """Itself; raises ProgramFailedError, with the end of stderr, unless it exited with 0 in time."""
+        if self.ok:
+            return self
+        how = (
+            "ran out of time"
+            if self.timed_out
+            else f"was ended by signal {self.signal}"
+            if self.signal
+            else f"exited with {self.exit_code}"
+        )
+        tail = self.stderr[-2_000:].strip()
+        raise ProgramFailedError(
+            f"the command {how}" + (f": {tail}" if tail else ""),
+            exit_code=self.exit_code,
+            signal=self.signal,
+            timed_out=self.timed_out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file, directory or link. `size` in bytes, `mode` the permission bits, `mtime` unix seconds."""
+
+    name: str
+    path: str
+    kind: Literal["file", "directory", "symlink", "other"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    user: str
+    group: str
+    mtime: float
+    target: str | None = None
+
+    @property
+    def is_dir(self) -> bool:
+        return self.kind == "directory"
+
+    @property
+    def is_file(self) -> bool:
+        return self.kind == "file"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """A sandbox as the server knew it when asked. Sizes in the unit of the name, times in UTC."""
+
+    id: str
+    template: str
+    state: str
+    reason: str | None = None
+    created_at: datetime | None = None
+    started_at: datetime | None = None
+    ends_at: datetime | None = None
+    """When it ends at the latest, if nothing is done with it until then."""
+    idle_timeout_s: float | None = None
+    vcpus: int | None = None
+    memory_mib: int | None = None
+    disk_gib: float | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    accelerator: str | None = None
+    boot_id: str | None = None
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The server's whole answer."""
+
+
+def parse_time(value: Any) -> datetime | None:
+    """RFC 3339 text or unix seconds, as an aware UTC datetime."""
+    if value is None:
+        return None
+    if isinstance(value, int | float):
+        return datetime.fromtimestamp(value, UTC)
+    parsed = datetime.fromisoformat(str(value))
+    return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
+
+
+def sandbox_info(body: dict[str, Any]) -> SandboxInfo:
+    known = {name: body[name] for name in SandboxInfo.__slots__ if name in body and name != "raw"}
+    for name in ("created_at", "started_at", "ends_at"):
+        known[name] = parse_time(body.get(name))
+    known["metadata"] = dict(body.get("metadata") or {})
+    return SandboxInfo(**{"template": "", "state": "", **known, "raw": body})
+
+
+def file_info(body: dict[str, Any]) -> FileInfo:
+    empty: dict[str, Any] = {"name": "", "path": "", "kind": "other"}
+    empty.update({"size": 0, "mode": 0, "uid": 0, "gid": 0, "user": "", "group": "", "mtime": 0.0})
+    return FileInfo(**{**empty, **{name: body[name] for name in FileInfo.__slots__ if name in body}})
+
+
+def result(body: dict[str, Any]) -> Result:
+    return Result(data=dict(body.get("data") or {}), main=bool(body.get("main")))
+
+
+def execution_error(body: dict[str, Any]) -> ExecutionError:
+    traceback = body.get("traceback") or ""
+    return ExecutionError(
+        name=str(body.get("name") or "Error"),
+        value=str(body.get("value") or ""),
+        traceback="\n".join(traceback) if isinstance(traceback, list) else str(traceback),
+    )
+
+
+def execution(body: dict[str, Any]) -> Execution:
+    """A waited-for cell, from the server's one answer."""
+    status: Any = body.get("status") or ("error" if body.get("error") else "ok")
+    error = execution_error(body["error"]) if body.get("error") else _error_of_status(status)
+    return Execution(
+        results=[result(item) for item in body.get("results") or ()],
+        stdout=str(body.get("stdout") or ""),
+        stderr=str(body.get("stderr") or ""),
+        error=error,
+        status=status,
+        execution_count=int(body.get("execution_count") or 0),
+        duration_ms=body.get("duration_ms"),
+        truncated=any(bool(value) for name, value in body.items() if name.endswith("truncated")),
+    )
+
+
+def _error_of_status(status: str) -> ExecutionError | None:
+    words = {
+        "timed_out": ("TimedOut", "the cell ran longer than its timeout and was interrupted"),
+        "interrupted": ("KeyboardInterrupt", "the cell was interrupted"),
+        "died": ("InterpreterDied", "the interpreter ended; the next cell gets a fresh one"),
+        "error": ("Error", "the cell failed"),
+    }
+    if status not in words:
+        return None
+    name, value = words[status]
+    return ExecutionError(name, value, f"{name}: {value}")
+
+
+def exec_result(body: dict[str, Any]) -> ExecResult:
+    """A waited-for command, from the server's one answer."""
+
+    def output(name: str) -> bytes:
+        encoded = body.get(f"{name}_b64")
+        if encoded is not None:
+            return base64.b64decode(encoded)
+        return str(body.get(name) or "").encode("utf-8", "surrogateescape")
+
+    return exec_end(body, output("stdout"), output("stderr"))
+
+
+def exec_end(body: dict[str, Any], stdout: bytes, stderr: bytes, *, truncated: bool = False) -> ExecResult:
+    return ExecResult(
+        exit_code=body.get("exit_code"),
+        signal=body.get("signal"),
+        stdout_bytes=stdout,
+        stderr_bytes=stderr,
+        timed_out=bool(body.get("timed_out")),
+        duration_ms=body.get("duration_ms"),
+        stdout_truncated=truncated or bool(body.get("stdout_truncated")),
+        stderr_truncated=truncated or bool(body.get("stderr_truncated")),
+    )

@@ -1,0 +1,51 @@
+"""Fresh randomness for a process that is a copy: after a fork, and after every clone or resume of the machine.
+
+Standard library and numpy's legacy global generator, as far as they are imported. `secrets`, `os.urandom` and
+`random.SystemRandom` ask the kernel, which the agent reseeds. Generators that code made for itself
+(`numpy.random.default_rng()`, `random.Random(1)`) are its own: they go on where they were in every copy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+BOOT_ID = "/run/llm4agents/boot-id"
+"""Rewritten by the agent in post_restore, before anything is thawed."""
+
+
+def reseed() -> None:
+    """Reseed everything global. Never raises: it runs in signal handlers."""
+    modules = sys.modules
+    try:
+        entropy = os.urandom(64)
+        random = modules.get("random")
+        if random is not None:
+            random.seed()
+        numpy_random = modules.get("numpy.random")
+        if numpy_random is not None:
+            numpy_random.seed()
+        ssl = modules.get("ssl")
+        if ssl is not None:
+            ssl.RAND_add(os.urandom(64), 64.0)
+        tempfile = modules.get("tempfile")
+        if tempfile is not None:
+            tempfile._name_sequence = None
+        uuid = modules.get("uuid")
+        if uuid is not None:
+            # libuuid caches node and clock sequence in C, out of reach: uuid1 is done in Python from now on,
+            # with a random node (multicast bit set, RFC 9562) that no other copy has.
+            uuid._generate_time_safe = None
+            uuid._last_timestamp = None
+            uuid._node = int.from_bytes(entropy[:6], "big") | (1 << 40)
+    except Exception as error:
+        os.write(2, f"runner: reseed: {error!r}\n".encode())
+
+
+def generation() -> tuple[int, int] | None:
+    """Which life of the machine this is; changes with every clone and resume. None outside a guest."""
+    try:
+        found = os.stat(BOOT_ID)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -1,2 +1,330 @@
-//! PID 1's duties.
-pub fn run() -> ! { loop {} }
+//! PID 1's duties: from the initramfs to a root file system with every process but us in a cgroup; then the agent's
+//! loop until the host powers off. Any failure here is the machine's: it is said on the console, and the machine ends.
+
+use crate::agent::{Agent, Machine};
+use crate::cgroup::Sandbox;
+use crate::channel::Channel;
+use crate::restore::{put, set_hostname, BOOT_ID, RUN};
+use crate::sys::{self, cvt};
+use std::ffi::{CStr, CString};
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{symlink, DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const PORT_NAME: &str = "llm4agents.agent";
+const MODULES: &str = "/modules.order";
+/// For devices to appear after their drivers are loaded.
+const DEVICE_WAIT: Duration = Duration::from_secs(10);
+const HOSTNAME: &str = "sandbox";
+const OPEN_FILES_SOFT: u64 = 65_536;
+const OPEN_FILES_HARD: u64 = 1_048_576;
+const NICE: i32 = -10;
+
+const LOWER: &str = "/lower";
+const UPPER: &str = "/upper";
+const ROOT: &str = "/newroot";
+
+const SYSCTLS: &[(&str, &str)] = &[
+    ("vm/panic_on_oom", "0"),
+    ("kernel/printk", "4 4 1 4"),
+    ("kernel/sysrq", "0"),
+    ("fs/inotify/max_user_watches", "524288"),
+    ("fs/inotify/max_user_instances", "1024"),
+    ("vm/max_map_count", "262144"),
+    // An ordinary user may serve port 80 and ping: the machine is all its own.
+    ("net/ipv4/ip_unprivileged_port_start", "0"),
+    ("net/ipv4/ping_group_range", "0 2147483647"),
+];
+
+type Step<T> = Result<T, String>;
+
+trait Context<T> {
+    fn doing(self, what: impl std::fmt::Display) -> Step<T>;
+}
+
+impl<T> Context<T> for io::Result<T> {
+    fn doing(self, what: impl std::fmt::Display) -> Step<T> {
+        self.map_err(|error| format!("{what}: {error}"))
+    }
+}
+
+/// Never returns: the machine ends with it.
+pub fn run() -> ! {
+    console();
+    std::panic::set_hook(Box::new(|panic| {
+        say(&format!("panic: {panic}"));
+        reboot(libc::RB_AUTOBOOT);
+    }));
+    match start().and_then(|mut agent| agent.run().doing("channel")) {
+        Ok(()) => {
+            // SAFETY: takes nothing, cannot fail.
+            unsafe { libc::sync() };
+            reboot(libc::RB_POWER_OFF);
+        }
+        Err(error) => say(&error),
+    }
+    reboot(libc::RB_AUTOBOOT)
+}
+
+fn say(message: &str) {
+    eprintln!("llm4agents-agent: {message}");
+}
+
+fn reboot(how: libc::c_int) -> ! {
+    loop {
+        // SAFETY: plain integers. With -no-reboot either ends the VMM.
+        unsafe {
+            libc::reboot(how);
+            libc::reboot(libc::RB_AUTOBOOT);
+            libc::pause();
+        }
+    }
+}
+
+/// Descriptors 0 to 2 must be something, or what is opened next would be.
+fn console() {
+    // SAFETY: plain integers and C strings.
+    unsafe {
+        while libc::fcntl(0, libc::F_GETFD) < 0 || libc::fcntl(1, libc::F_GETFD) < 0 || libc::fcntl(2, libc::F_GETFD) < 0 {
+            for path in [&b"/dev/console\0"[..], b"/dev/null\0", b"/\0"] {
+                if libc::open(path.as_ptr().cast(), if path == b"/\0" { libc::O_RDONLY } else { libc::O_RDWR }) >= 0 {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+fn start() -> Step<Agent> {
+    for (kind, path) in [("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev")] {
+        mount(kind, path, kind, libc::MS_NOSUID, "")?;
+    }
+    let events = uevents();
+    load_modules()?;
+    let port = wait(&events, || Channel::port(&port_name()).transpose());
+    mount_root(&events)?;
+    switch_root()?;
+    mount_rest()?;
+    settle()?;
+    let channel = match port {
+        Some(channel) => channel.doing("open the agent's port")?,
+        None => Channel::vsock().doing(format_args!("no virtio port {PORT_NAME}, and vsock"))?,
+    };
+    let machine = machine()?;
+    prefer();
+    Agent::new(channel, Some(machine)).doing("start the agent")
+}
+
+fn port_name() -> String {
+    let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    let name = line.split_whitespace().find_map(|word| word.strip_prefix("l4.port="));
+    name.unwrap_or(PORT_NAME).to_owned()
+}
+
+fn mount(source: &str, target: &str, kind: &str, flags: libc::c_ulong, data: &str) -> Step<()> {
+    let _ = fs::create_dir_all(target);
+    let c = |text: &str| CString::new(text).unwrap_or_default();
+    let (source, path, kind, data) = (c(source), c(target), c(kind), c(data));
+    // SAFETY: C strings that live through the call.
+    let result = unsafe { libc::mount(source.as_ptr(), path.as_ptr(), kind.as_ptr(), flags, data.as_ptr().cast()) };
+    cvt(result).map(drop).doing(format_args!("mount {target}"))
+}
+
+// Drivers and devices
+
+fn load_modules() -> Step<()> {
+    let order = fs::read_to_string(MODULES).unwrap_or_default();
+    for path in order.lines().filter(|line| !line.trim().is_empty()) {
+        let file = fs::File::open(path.trim()).doing(format_args!("module {path}"))?;
+        // SAFETY: an open file and an empty string.
+        let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), b"\0".as_ptr(), 0) };
+        let error = io::Error::last_os_error();
+        if result != 0 && error.raw_os_error() != Some(libc::EEXIST) {
+            return Err(format!("module {path}: {error}"));
+        }
+    }
+    Ok(())
+}
+
+/// A socket that wakes when the kernel announces a device.
+fn uevents() -> Option<OwnedFd> {
+    // SAFETY: an address made here, of the size that is said; the descriptor is ours.
+    unsafe {
+        let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        let fd = cvt(libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_KOBJECT_UEVENT)).ok()?;
+        let socket = OwnedFd::from_raw_fd(fd);
+        let mut address: libc::sockaddr_nl = std::mem::zeroed();
+        (address.nl_family, address.nl_groups) = (libc::AF_NETLINK as libc::sa_family_t, 1);
+        let size = std::mem::size_of_val(&address) as libc::socklen_t;
+        cvt(libc::bind(fd, (&address as *const libc::sockaddr_nl).cast(), size)).ok()?;
+        Some(socket)
+    }
+}
+
+/// What `find` finds, now or after some announced device; None when DEVICE_WAIT has passed.
+fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) -> Option<T> {
+    let socket = events.as_ref()?;
+    let deadline = Instant::now() + DEVICE_WAIT;
+    let mut buffer = [0; 8192];
+    loop {
+        if let Some(found) = find() {
+            return Some(found);
+        }
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis() as libc::c_int;
+        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd.
+        if left == 0 || unsafe { libc::poll(&mut poll, 1, left) } == 0 {
+            return find();
+        }
+        while sys::read(socket.as_raw_fd(), &mut buffer).is_ok() {}
+    }
+}
+
+/// The disk of a slot: by its serial number, else by its place.
+fn disk(slot: &str, place: &str) -> Option<String> {
+    let mut named = false;
+    for block in fs::read_dir("/sys/block").ok()?.flatten() {
+        let serial = fs::read_to_string(block.path().join("serial")).unwrap_or_default();
+        if serial.trim_end() == slot {
+            return Some(format!("/dev/{}", block.file_name().to_string_lossy()));
+        }
+        named |= !serial.trim_end().is_empty();
+    }
+    let path = format!("/dev/{place}");
+    (!named && Path::new(&path).exists()).then_some(path)
+}
+
+// The root file system
+
+fn mount_root(events: &Option<OwnedFd>) -> Step<()> {
+    let find = |slot: &str, place: &str| wait(events, || disk(slot, place)).ok_or(format!("there is no disk {slot} (/dev/{place})"));
+    let (lower, upper) = (find("root", "vda")?, find("upper", "vdb")?);
+    mount(&lower, LOWER, "erofs", libc::MS_RDONLY, "")?;
+    mount(&upper, UPPER, "ext4", libc::MS_NOATIME, "")?;
+    for name in ["upper", "work"] {
+        let path = format!("{UPPER}/{name}");
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(&path).doing(format_args!("mkdir {path}"))?;
+    }
+    // redirect_dir: a directory of the image can be renamed like any other.
+    let options = format!("lowerdir={LOWER},upperdir={UPPER}/upper,workdir={UPPER}/work,redirect_dir=on");
+    mount("overlay", ROOT, "overlay", libc::MS_NOATIME, &options)
+}
+
+fn switch_root() -> Step<()> {
+    for name in ["proc", "sys", "dev"] {
+        let target = format!("{ROOT}/{name}");
+        mount(&format!("/{name}"), &target, "", libc::MS_MOVE, "")?;
+    }
+    // The initramfs is memory: only what has a mount on it stays.
+    if let Ok(device) = fs::metadata("/").map(|root| root.dev()) {
+        empty(Path::new("/"), device);
+    }
+    std::env::set_current_dir(ROOT).doing("chdir to the new root")?;
+    let (dot, root) = (CString::new(".").unwrap_or_default(), CString::new("/").unwrap_or_default());
+    // SAFETY: C strings that live through the calls.
+    unsafe {
+        cvt(libc::mount(dot.as_ptr(), root.as_ptr(), std::ptr::null(), libc::MS_MOVE, std::ptr::null())).doing("move the new root")?;
+        cvt(libc::chroot(dot.as_ptr())).doing("chroot")?;
+    }
+    std::env::set_current_dir("/").doing("chdir /")
+}
+
+fn empty(directory: &Path, device: u64) {
+    for item in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let path = item.path();
+        match fs::symlink_metadata(&path) {
+            Ok(metadata) if metadata.dev() != device => {}
+            Ok(metadata) if metadata.is_dir() => {
+                empty(&path, device);
+                let _ = fs::remove_dir(&path);
+            }
+            _ => drop(fs::remove_file(&path)),
+        }
+    }
+}
+
+fn mount_rest() -> Step<()> {
+    let (safe, tmpfs) = (libc::MS_NOSUID | libc::MS_NODEV, "tmpfs");
+    mount("devpts", "/dev/pts", "devpts", libc::MS_NOSUID | libc::MS_NOEXEC, "mode=620,gid=5,ptmxmode=666")?;
+    mount(tmpfs, "/dev/shm", tmpfs, safe, "mode=1777")?;
+    mount(tmpfs, "/run", tmpfs, safe, "mode=755")?;
+    mount("cgroup2", "/sys/fs/cgroup", "cgroup2", safe | libc::MS_NOEXEC, "")?;
+    for (link, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")] {
+        let _ = symlink(target, format!("/dev/{link}"));
+    }
+    shared_directory("/tmp")?;
+    // A service of an ordinary user puts its socket here.
+    shared_directory(RUN)?;
+    shared_directory("/run/lock")
+}
+
+fn shared_directory(path: &str) -> Step<()> {
+    let _ = fs::create_dir_all(path);
+    if fs::metadata(path).is_ok_and(|metadata| metadata.mode() & 0o7777 == 0o1777) {
+        return Ok(()); // no copy-up for nothing
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o1777)).doing(format_args!("chmod {path}"))
+}
+
+// The machine's settings
+
+fn settle() -> Step<()> {
+    // SAFETY: plain integers.
+    unsafe { libc::umask(0o022) };
+    for (name, value) in SYSCTLS {
+        let _ = fs::write(format!("/proc/sys/{name}"), value); // not every kernel has every one
+    }
+    loopback().doing("set lo up")?;
+    set_hostname(HOSTNAME).map_err(|failure| failure.message)?;
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    put(BOOT_ID, boot_id.as_bytes()).map_err(|failure| failure.message)?;
+    // So that what asks the kernel hears of each clone's own boot id too.
+    let _ = mount(BOOT_ID, "/proc/sys/kernel/random/boot_id", "", libc::MS_BIND, "");
+    for (resource, soft, hard) in [
+        (libc::RLIMIT_NOFILE, OPEN_FILES_SOFT, OPEN_FILES_HARD),
+        (libc::RLIMIT_CORE, 0, libc::RLIM_INFINITY),
+        (libc::RLIMIT_NPROC, libc::RLIM_INFINITY, libc::RLIM_INFINITY),
+        (libc::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY),
+    ] {
+        let limit = libc::rlimit { rlim_cur: soft, rlim_max: hard };
+        // SAFETY: a limit that lives through the call.
+        unsafe { libc::setrlimit(resource, &limit) };
+    }
+    Ok(())
+}
+
+/// The only interface there is.
+fn loopback() -> io::Result<()> {
+    // SAFETY: a request made here, of the kind the calls want; the descriptor is ours.
+    unsafe {
+        let socket = OwnedFd::from_raw_fd(cvt(libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0))?);
+        let mut request: libc::ifreq = std::mem::zeroed();
+        (request.ifr_name[0], request.ifr_name[1]) = (b'l' as libc::c_char, b'o' as libc::c_char);
+        request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+        cvt(libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &request)).map(drop)
+    }
+}
+
+fn machine() -> Step<Machine> {
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib: u64 = memory.split_whitespace().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
+    let random = CStr::from_bytes_with_nul(b"/dev/urandom\0").unwrap_or_default();
+    Ok(Machine {
+        sandbox: Sandbox::create(kib * 1024).doing("make the sandbox cgroup")?,
+        random: sys::open(random, libc::O_RDWR, 0).doing("open /dev/urandom")?,
+        boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
+    })
+}
+
+/// Ahead of everything else that wants the processor; what we start is not (RESET_ON_FORK).
+fn prefer() {
+    // SAFETY: plain integers and a parameter that lives through the call.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, NICE);
+        let parameter = libc::sched_param { sched_priority: 0 };
+        libc::sched_setscheduler(0, libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK, &parameter);
+    }
+}

@@ -1,0 +1,70 @@
+"""The real agent, serving a socketpair; built when its sources have changed since."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm4agents import binaries
+from llm4agents.errors import HostSetupError
+from llm4agents.guest.channel import Session
+from llm4agents.guest.verbs import Agent
+
+
+@cache
+def agent_path() -> Path:
+    with contextlib.suppress(HostSetupError):
+        return binaries.path(binaries.AGENT)
+    root = binaries.checkout_root()
+    if root is None:
+        pytest.skip("no agent is built")
+    built = subprocess.run(
+        [sys.executable, root / "scripts" / "build_bin.py"], capture_output=True, text=True, check=True
+    )
+    return Path(built.stdout.split()[-1]) / binaries.AGENT
+
+
+class Served:
+    """An agent process that serves one end of a socketpair, and the other end."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [agent_path(), "--serve", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+
+    def end(self) -> None:
+        self.ours.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Agent]:
+    served = Served()
+    try:
+        session = await Session.open(served.ours)
+        yield Agent(session)
+        await session.close()
+    finally:
+        served.end()
+
+
+def run(test: Callable[[Agent], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        async with serving() as agent:
+            await test(agent)
+
+    asyncio.run(asyncio.wait_for(whole(), 60))

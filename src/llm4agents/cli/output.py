@@ -1,0 +1,129 @@
+"""How things are shown: tables, sizes, progress, errors. rich only on a terminal, and only when used.
+
+stdout carries what was asked for, stderr everything said about it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from llm4agents.errors import InvalidRequestError, LLM4AgentsError, NotStartedError, ProgramFailedError
+
+CODE_FAILED, USAGE, NOT_STARTED, UNKNOWN = 1, 2, 3, 4
+
+
+def report(error: LLM4AgentsError) -> int:
+    """One line, and the hint, on stderr; the exit code that goes with it."""
+    say(f"error: {error.message}")
+    if error.hint:
+        say(f"hint: {error.hint}")
+    if isinstance(error, ProgramFailedError):
+        return CODE_FAILED
+    if isinstance(error, InvalidRequestError):
+        return USAGE
+    return NOT_STARTED if isinstance(error, NotStartedError) else UNKNOWN
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(value: Any) -> None:
+    """`--json`: one object on stdout; dates as RFC 3339."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def quiet_warnings() -> None:
+    """Shows our warnings as one line instead of Python's two with a source location."""
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        say(f"note: {message}")
+
+    warnings.simplefilter("always")
+    warnings.showwarning = show
+
+
+def size(count: float | None) -> str:
+    """Bytes for people: 1536 → 1.5 KiB."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1_024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1_024
+    raise AssertionError("not reached")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table: drawn on a terminal, columns of plain text elsewhere."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(*columns, box=None, header_style="bold")
+        for row in cells:
+            drawn.add_row(*(Text(cell) for cell in row))  # Text: nothing of a guest's is markup
+        Console().print(drawn)
+        return
+    lines = [list(columns), *cells]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+class Progress:
+    """A context manager to be given as `on_progress`; draws nothing until something is reported."""
+
+    def __init__(self) -> None:
+        self._drawn: Any = None
+        self._task: Any = None
+        self._last = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def __call__(self, step: str, detail: str = "", fraction: float | None = None) -> None:
+        """One step of a build; `fraction` 0…1 of the whole, or None."""
+        text = f"{step} {detail}".strip()
+        if not sys.stderr.isatty():
+            if step != self._last:
+                self._last = step
+                say(f"… {text}")
+            return
+        if self._drawn is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Drawn
+
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TimeElapsedColumn(),
+            )
+            self._drawn = Drawn(*columns, console=Console(stderr=True), transient=True)
+            self._drawn.start()
+            self._task = self._drawn.add_task(text, total=None)
+        self._drawn.update(
+            self._task, description=text, total=None if fraction is None else 1.0, completed=fraction or 0.0
+        )
+
+    def copied(self, name: str) -> Any:
+        """As `on_progress` of a copy: bytes so far, bytes in all. Only for large files, on a terminal."""
+
+        def step(done: int, total: int | None) -> None:
+            if total and total > 8_388_608 and sys.stderr.isatty():
+                self(name, f"{size(done)} of {size(total)}", done / total)
+
+        return step

@@ -1,0 +1,224 @@
+"""`create`, `exec`, `cp`, `ls`, `kill`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llm4agents import limits
+from llm4agents.cli import options
+from llm4agents.errors import PathNotFoundError
+
+if TYPE_CHECKING:
+    from llm4agents import Sandbox
+
+TIMED_OUT = 124
+
+
+def create(
+    template: options.Template = limits.DEFAULT_TEMPLATE,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a call before it ends.")
+    ] = limits.IDLE_TIMEOUT_S,
+    life: Annotated[float, typer.Option(help="Seconds before it ends in any case.")] = limits.LIFE_S_MAX,
+    env: options.Env = None,
+    memory_mib: options.Memory = None,
+    vcpus: options.Vcpus = None,
+    metadata: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Repeatable.")] = None,
+    require_kvm: options.RequireKvm = False,
+    json: options.Json = False,
+) -> None:
+    """Create a sandbox, leave it running, print its id."""
+    from llm4agents import Sandbox
+    from llm4agents.cli import output
+
+    output.quiet_warnings()
+    with output.Progress() as progress:
+        sandbox = Sandbox.create(
+            template,
+            timeout=timeout,
+            life=life,
+            env=options.pairs(env, "--env"),
+            memory_mib=memory_mib,
+            vcpus=vcpus,
+            metadata=options.pairs(metadata, "--metadata"),
+            require_kvm=require_kvm,
+            on_progress=progress,
+        )
+    if json:
+        output.emit(_as_dict(sandbox.info()))
+    else:
+        print(sandbox.id)
+
+
+def exec_(
+    id: Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- CMD...", help="One word runs in a shell; several as they are.")
+    ],
+    user: options.User = None,
+    cwd: Annotated[str | None, typer.Option(help="Default: the user's home.")] = None,
+    env: options.Env = None,
+    timeout: Annotated[float, typer.Option(help="Seconds; 0: no limit.")] = limits.EXEC_TIMEOUT_S,
+    json: options.Json = False,
+) -> None:
+    """Run a command in a sandbox; its output, and its exit code, are passed on.
+
+    stdin is passed in when it is not a terminal. A command that is killed for its timeout exits with 124.
+    """
+    from llm4agents import Sandbox
+    from llm4agents.cli import ids, output
+
+    sandbox = Sandbox.connect(ids.resolve(id))
+    stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    cmd: str | list[str] = command[0] if len(command) == 1 else command
+    wanted: dict[str, Any] = {
+        "env": options.pairs(env, "--env"),
+        "cwd": cwd,
+        "user": user,
+        "stdin": stdin or None,
+        "timeout": timeout,
+    }
+    if json:
+        result = sandbox.exec(cmd, **wanted)
+        names = ("exit_code", "signal", "stdout", "stderr", "timed_out", "duration_ms")
+        output.emit({"sandbox": sandbox.id, **{name: getattr(result, name) for name in names}})
+    else:
+        with sandbox.exec_stream(cmd, **wanted) as stream:
+            for piece in stream:
+                to = sys.stdout.buffer if piece.channel == "stdout" else sys.stderr.buffer
+                to.write(piece.data)
+                to.flush()
+        result = stream.result
+        if result.timed_out:
+            output.say(f"killed: it ran longer than {timeout:g} s (--timeout)")
+    if result.timed_out:
+        raise typer.Exit(TIMED_OUT)
+    raise typer.Exit(128 + (result.signal or 0) if result.exit_code is None else result.exit_code)
+
+
+def cp(
+    source: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
+    target: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
+    user: options.User = None,
+    json: options.Json = False,
+) -> None:
+    """Copy a file or directory into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL)."""
+    from llm4agents import Sandbox
+    from llm4agents.cli import ids, output
+
+    out, into = _remote(source), _remote(target)
+    if (out is None) == (into is None):
+        raise typer.BadParameter(
+            "one of the two is ID:PATH, the other a path here", param_hint="SOURCE TARGET"
+        )
+    with output.Progress() as progress:
+        if into is not None:
+            sandbox = Sandbox.connect(ids.resolve(into[0]))
+            where = _into(sandbox, into[1], source, user)
+            where = sandbox.files.upload(source, where, user=user, on_progress=progress.copied(source))
+            done = f"{sandbox.id}:{where}"
+        else:
+            assert out is not None
+            sandbox = Sandbox.connect(ids.resolve(out[0]))
+            done = str(
+                sandbox.files.download(out[1] or ".", target, user=user, on_progress=progress.copied(source))
+            )
+    if json:
+        output.emit({"copied": done})
+    else:
+        output.say(f"copied to {done}")
+
+
+def _into(sandbox: Sandbox, where: str, source: str, user: str | None) -> str:
+    """As `cp` of a shell: a file copied to what is a directory goes into it."""
+    if not where or where.endswith("/") or Path(source).is_dir():
+        return where or "./"
+    try:
+        return f"{where}/" if sandbox.files.stat(where, user=user).is_dir else where
+    except PathNotFoundError:
+        return where
+
+
+def _remote(text: str) -> tuple[str, str] | None:
+    """`ID:PATH` as a pair; None for a path of this machine (a `/` before the colon makes it one)."""
+    match = re.match(r"([a-z0-9_]+):(.*)", text, re.DOTALL)
+    return (match.group(1), match.group(2)) if match else None
+
+
+def ls(
+    all: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False,
+    state: Annotated[str | None, typer.Option(help="Only this state.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Only with it; repeatable.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List sandboxes (alias: ps)."""
+    from llm4agents import Sandbox
+    from llm4agents.cli import ids, output
+
+    found = Sandbox.list(state=state, metadata=options.pairs(metadata, "--metadata"))
+    shown = [info for info in found if all or state or info.state not in ids.ENDED]
+    if json:
+        output.emit({"sandboxes": [_as_dict(info) for info in shown]})
+        return
+    rows = [
+        (info.id, info.template, info.state, _when(info.created_at), _when(info.ends_at), info.reason or "")
+        for info in shown
+    ]
+    output.table(("ID", "TEMPLATE", "STATE", "CREATED", "ENDS", "REASON"), rows)
+
+
+def _when(value: Any) -> str:
+    return value.astimezone().strftime("%Y-%m-%d %H:%M:%S") if value else "-"
+
+
+def kill(
+    sandboxes: Annotated[
+        list[str] | None, typer.Argument(metavar="ID...", help="Unique beginnings do.")
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every one that is alive.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Kill sandboxes; their memory and files are gone."""
+    from llm4agents import Sandbox, SandboxNotFoundError
+    from llm4agents.cli import ids, output
+    from llm4agents.errors import ConflictError
+
+    if bool(sandboxes) == all:
+        raise typer.BadParameter("give ids, or --all", param_hint="ID")
+    wanted = (
+        [info.id for info in Sandbox.list() if info.state not in ids.ENDED]
+        if all
+        else [ids.resolve(given) for given in sandboxes or ()]
+    )
+    killed = []
+    for id in wanted:
+        try:
+            Sandbox.connect(id).kill()
+        except ConflictError:
+            pass  # it has ended: that is what was wanted
+        except SandboxNotFoundError:
+            if not all:
+                raise
+        killed.append(id)
+        if not json:
+            print(id)
+    if json:
+        output.emit({"killed": killed})
+
+
+def _as_dict(info: Any) -> dict[str, Any]:
+    return {
+        field.name: getattr(info, field.name).isoformat()
+        if hasattr(getattr(info, field.name), "isoformat")
+        else getattr(info, field.name)
+        for field in dataclasses.fields(info)
+        if field.name != "raw"
+    }

@@ -9,7 +9,14 @@ Exit codes: 0 done; 1 the code failed (or doctor found this host unfit); 2 the c
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+
+
+def _name() -> str:
+    name = Path(sys.argv[0]).name
+    return name if name in ("llm4agents", "l4a") else "llm4agents"
 
 
 def main() -> int:
@@ -22,9 +29,10 @@ def main() -> int:
     from llm4agents.errors import LLM4AgentsError
 
     try:
-        from llm4agents.cli.app import app
+        from llm4agents.cli.app import build
 
-        app()
+        completing = any(name.endswith("_COMPLETE") for name in os.environ)
+        build(None if completing else next(iter(sys.argv[1:]), ""))(prog_name=_name())
     except LLM4AgentsError as error:
         from llm4agents.cli.output import report
 

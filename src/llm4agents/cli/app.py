@@ -1,21 +1,82 @@
-"""The table of commands. Importing it may import typer and nothing heavier."""
+"""The table of commands, and the typer application made from it for one command line.
+
+typer reads the signature of every command it knows, some 2 ms each; so only the command that is called is
+given to it whole, and the others as a name and a line of help. Shell completion gets all of them whole.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
-from llm4agents.cli import host, run, sandboxes, server, templates
+# name → (module, function, first line of its docstring; a test compares)
+COMMANDS = {
+    "run": ("run", "run", "Run Python in a microVM: prints its output as it comes, then the last value."),
+    "create": ("sandboxes", "create", "Create a sandbox, leave it running, print its id."),
+    "exec": (
+        "sandboxes",
+        "exec_",
+        "Run a command in a sandbox; its output, and its exit code, are passed on.",
+    ),
+    "cp": ("sandboxes", "cp", "Copy files into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL)."),
+    "ls": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
+    "ps": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
+    "kill": ("sandboxes", "kill", "Kill sandboxes; their memory and files are gone."),
+    "prune": ("host", "prune", "Remove from the cache what nothing needs."),
+    "du": ("host", "du", "Say what lies on disk."),
+    "setup": ("host", "setup", "Install the host packages that are missing, after asking."),
+    "doctor": ("host", "doctor", "Check whether sandboxes can run here, and say what to do if not."),
+}
+GROUPS = {
+    "template": (
+        "templates",
+        ("ls", "build", "rm", "export", "import_"),
+        "Templates: what sandboxes are cloned from.",
+    ),
+    "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
+}
+# rich_markup_mode None: help and usage errors in plain text, since importing rich costs 80 ms.
+_PLAIN: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "no_args_is_help": True,
+}
+_HELP = {"help_option_names": ["-h", "--help"]}
 
-app = typer.Typer(
-    name="llm4agents",
-    help="Run an agent's code in microVMs. Start with: llm4agents run -c 'print(6*7)'",
-    rich_markup_mode=None,  # help in plain text: importing rich costs 80 ms
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+
+def build(called: str | None) -> typer.Typer:
+    """The application for a command line whose command is `called`; None gives every command whole."""
+    app = typer.Typer(
+        name="llm4agents",
+        help="Run an agent's code in microVMs. Start with: llm4agents run -c 'print(6*7)'",
+        context_settings=_HELP,
+        **_PLAIN,
+    )
+    app.callback()(_root)
+    for name, (module, function, line) in COMMANDS.items():
+        # After the id of `exec`, options are the command's.
+        settings = {**_HELP, "allow_interspersed_args": False} if name == "exec" else _HELP
+        command = _load(module, function) if called in (name, None) else _unused
+        app.command(name, short_help=line, context_settings=settings, hidden=name == "ps")(command)
+    for name, (module, functions, line) in GROUPS.items():
+        group = typer.Typer(context_settings=_HELP, **_PLAIN)
+        for function in functions if called in (name, None) else ():
+            group.command(function.rstrip("_"))(_load(module, function))
+        if not group.registered_commands:
+            group.command("unused")(_unused)
+            group.command("unused2")(_unused)  # a group of one would be taken for a command
+        app.add_typer(group, name=name, short_help=line, help=line)
+    return app
+
+
+def _load(module: str, function: str) -> Any:
+    return getattr(import_module(f"llm4agents.cli.{module}"), function)
+
+
+def _unused() -> None:
+    raise AssertionError("a command that is not called")
 
 
 def _version(value: bool) -> None:
@@ -26,38 +87,9 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", "-V", help="Print the version.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     pass
-
-
-_templates = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-_templates.command("ls")(templates.ls)
-_templates.command("build")(templates.build)
-_templates.command("rm")(templates.rm)
-_templates.command("export")(templates.export)
-_templates.command("import")(templates.import_)
-
-_server = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-_server.command("start")(server.start)
-_server.command("run")(server.run)
-_server.command("stop")(server.stop)
-_server.command("status")(server.status)
-
-app.command("run")(run.run)
-app.command("create")(sandboxes.create)
-app.command("exec", context_settings={"allow_interspersed_args": False})(sandboxes.exec_)
-app.command("cp")(sandboxes.cp)
-app.command("ls")(sandboxes.ls)
-app.command("ps", hidden=True)(sandboxes.ls)
-app.command("kill")(sandboxes.kill)
-app.add_typer(_templates, name="template", help="Templates: what sandboxes are cloned from.")
-app.command("prune")(host.prune)
-app.command("du")(host.du)
-app.command("setup")(host.setup)
-app.command("doctor")(host.doctor)
-app.add_typer(_server, name="server", help="The local server (started when needed).")

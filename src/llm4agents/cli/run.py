@@ -22,7 +22,7 @@ _IMAGES = (("png", "png"), ("jpeg", "jpg"), ("svg", "svg"), ("pdf", "pdf"))
 
 def run(
     file: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="A Python file, or - for stdin.")
+        str | None, typer.Argument(metavar="FILE", help="A Python file, or - for stdin.")
     ] = None,
     code: Annotated[str | None, typer.Option("-c", "--code", help="The code itself.")] = None,
     in_: Annotated[

@@ -108,7 +108,10 @@ def cp(
     user: options.User = None,
     json: options.Json = False,
 ) -> None:
-    """Copy a file or directory into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL)."""
+    """Copy files into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL).
+
+    A directory is copied with all that is in it.
+    """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 
@@ -181,7 +184,7 @@ def _when(value: Any) -> str:
 
 def kill(
     sandboxes: Annotated[
-        list[str] | None, typer.Argument(metavar="ID...", help="Unique beginnings do.")
+        list[str] | None, typer.Argument(metavar="ID", help="Unique beginnings do.")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="Every one that is alive.")] = False,
     json: options.Json = False,

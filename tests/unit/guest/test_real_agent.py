@@ -137,7 +137,8 @@ def test_a_timeout_kills_the_whole_group() -> None:
         assert status.timed_out
         assert status.signal == signal.SIGKILL
         assert time.monotonic() - started < 5
-        assert not alive(int(out))
+        while alive(int(out)):
+            await agent.ping()
 
     run(test)
 
@@ -149,7 +150,9 @@ def test_cancelling_kills_the_whole_group() -> None:
                 child = int(data)
                 break
         assert (await process.wait()).signal == signal.SIGKILL
-        assert not alive(child)
+        # The answer to CANCEL may come a moment before the kernel is done.
+        while alive(child):
+            await agent.ping()
 
     run(test)
 
@@ -236,7 +239,8 @@ def test_a_cancelled_write_leaves_nothing_and_the_old_file(tmp_path: Path) -> No
         writing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await writing
-        while agent.session._streams:
+        # The answer to CANCEL may come a moment before the disk is done.
+        while len(list(tmp_path.iterdir())) > 1:
             await agent.ping()
         assert [path.name for path in tmp_path.iterdir()] == ["f"]
         assert target.read_bytes() == b"old"

@@ -1,0 +1,6 @@
+"""What outlives a server: sandboxes and their append-only events. SQLite now; nothing but Core, for PostgreSQL later."""
+
+from llm4agents.store.opening import open_store
+from llm4agents.store.store import SandboxRow, Store
+
+__all__ = ["SandboxRow", "Store", "open_store"]

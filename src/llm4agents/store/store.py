@@ -1,0 +1,235 @@
+"""Reading and writing the store. Not here: opening and migrating it, and deciding what may follow what.
+
+Calls are plain functions that run on the event loop: none fsyncs (WAL, synchronous=NORMAL), each takes well
+under a millisecond, and between a decision and its write nothing else can run.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Engine, RowMapping, Select, and_, bindparam, delete, func, insert, select, update
+
+from llm4agents.errors import ConflictError
+from llm4agents.store.schema import events, meta, sandboxes
+
+CHECKPOINT_WRITES: Final = 400
+
+TERMINAL: Final = ("killed", "failed")
+
+
+@dataclass(slots=True)
+class SandboxRow:
+    """One sandbox as stored; columns as in `schema.sandboxes`."""
+
+    id: str
+    template: str
+    state: str
+    created_at: float
+    life_ends_at: float
+    idle_timeout_s: float
+    vcpus: int
+    memory_mib: int
+    disk_gib: int
+    metadata: dict[str, str] = field(default_factory=dict)
+    template_key: str | None = None
+    reason: str | None = None
+    ending: str | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    accelerator: str | None = None
+    boot_id: str | None = None
+    record: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, row: RowMapping) -> SandboxRow:
+        return cls(**row)
+
+    def columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """When something happened: wall clock, CLOCK_BOOTTIME, and the host boot the latter belongs to."""
+
+    wall_ns: int
+    monotonic_ns: int
+    host_boot_id: str
+
+    @property
+    def wall_s(self) -> float:
+        return self.wall_ns / 1e9
+
+
+_INSERT_EVENT = insert(events).values(
+    sandbox=bindparam("sandbox"),
+    sequence=select(func.coalesce(func.max(events.c.sequence), 0) + 1)
+    .where(events.c.sandbox == bindparam("sandbox"))
+    .scalar_subquery(),
+    boot_id=bindparam("boot_id"),
+    from_state=bindparam("from_state"),
+    to_state=bindparam("to_state"),
+    reason=bindparam("reason"),
+    wall_ns=bindparam("wall_ns"),
+    monotonic_ns=bindparam("monotonic_ns"),
+    host_boot_id=bindparam("host_boot_id"),
+)
+
+
+class Store:
+    """The open store. `close()` it."""
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        self.path = path
+        self._engine = engine
+        self._connection = engine.connect()
+        self._writes = 0
+
+    def close(self) -> None:
+        self._connection.close()
+        self._engine.dispose()
+
+    # sandboxes
+
+    def add(self, row: SandboxRow, stamp: Stamp) -> None:
+        """Insert a new sandbox and its first event."""
+        with self._connection.begin():
+            self._connection.execute(insert(sandboxes), row.columns())
+            self._event(row, None, row.state, row.reason, stamp)
+        self._writes += 1
+
+    def transition(
+        self, row: SandboxRow, to_state: str, reason: str | None, stamp: Stamp, **changes: Any
+    ) -> None:
+        """Move `row` to `to_state` with `changes` of other columns, in one transaction with its event; `row` follows.
+
+        Raises ConflictError when the stored state is not the one `row` has: someone else moved it.
+        """
+        values = {**changes, "state": to_state, "reason": reason}
+        boot_id = changes.get("boot_id", row.boot_id)
+        with self._connection.begin():
+            done = self._connection.execute(
+                update(sandboxes)
+                .where(and_(sandboxes.c.id == row.id, sandboxes.c.state == row.state))
+                .values(**values)
+            )
+            if done.rowcount != 1:
+                raise ConflictError(f"{row.id} is no longer {row.state}")
+            self._event(row, row.state, to_state, reason, stamp, boot_id)
+        for name, value in values.items():
+            setattr(row, name, value)
+        self._writes += 1
+
+    def change(self, row: SandboxRow, **changes: Any) -> None:
+        """Change columns of `row` other than its state; `row` follows."""
+        with self._connection.begin():
+            self._connection.execute(update(sandboxes).where(sandboxes.c.id == row.id).values(**changes))
+        for name, value in changes.items():
+            setattr(row, name, value)
+        self._writes += 1
+
+    def get(self, sandbox: str) -> SandboxRow | None:
+        rows = self._rows(select(sandboxes).where(sandboxes.c.id == sandbox))
+        return rows[0] if rows else None
+
+    def alive(self) -> list[SandboxRow]:
+        """Every sandbox that has not ended, oldest first."""
+        return self._rows(
+            select(sandboxes).where(sandboxes.c.state.not_in(TERMINAL)).order_by(sandboxes.c.created_at)
+        )
+
+    def list(
+        self,
+        *,
+        states: tuple[str, ...] = (),
+        metadata: Mapping[str, str] | None = None,
+        limit: int,
+        after: str | None = None,
+    ) -> list[SandboxRow]:
+        """Newest first; those older than the sandbox `after`. `metadata`: each given pair must be there."""
+        query = select(sandboxes).order_by(sandboxes.c.created_at.desc(), sandboxes.c.id.desc()).limit(limit)
+        if states:
+            query = query.where(sandboxes.c.state.in_(states))
+        for key, value in (metadata or {}).items():
+            query = query.where(sandboxes.c.metadata[key].as_string() == value)
+        if after is not None:
+            edge = select(sandboxes.c.created_at).where(sandboxes.c.id == after).scalar_subquery()
+            query = query.where(
+                (sandboxes.c.created_at < edge)
+                | (and_(sandboxes.c.created_at == edge, sandboxes.c.id < after))
+            )
+        return self._rows(query)
+
+    def events(self, sandbox: str) -> list[dict[str, Any]]:
+        """Every transition of a sandbox, in order."""
+        query = select(events).where(events.c.sandbox == sandbox).order_by(events.c.sequence)
+        with self._connection.begin():
+            return [dict(row) for row in self._connection.execute(query).mappings()]
+
+    def forget_ended(self, before: float) -> int:
+        """Delete ended sandboxes whose end was before `before` (wall seconds). Their events stay: money needs them."""
+        with self._connection.begin():
+            done = self._connection.execute(
+                delete(sandboxes).where(and_(sandboxes.c.state.in_(TERMINAL), sandboxes.c.ended_at < before))
+            )
+        self._writes += 1
+        return int(done.rowcount)
+
+    # meta
+
+    def meta(self, key: str) -> str | None:
+        with self._connection.begin():
+            return self._connection.execute(
+                select(meta.c.value).where(meta.c.key == key)
+            ).scalar_one_or_none()
+
+    def set_meta(self, key: str, value: str) -> None:
+        with self._connection.begin():
+            self._connection.execute(delete(meta).where(meta.c.key == key))
+            self._connection.execute(insert(meta), {"key": key, "value": value})
+
+    # keeping the log short
+
+    def checkpoint_due(self) -> bool:
+        return self._writes >= CHECKPOINT_WRITES
+
+    def checkpoint(self) -> None:
+        """Move the write-ahead log into the database. Fsyncs: for a thread, never for the event loop."""
+        self._writes = 0
+        with closing(sqlite3.connect(self.path, timeout=1.0)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    # inside
+
+    def _rows(self, query: Select[Any]) -> list[SandboxRow]:
+        with self._connection.begin():
+            return [SandboxRow.of(row) for row in self._connection.execute(query).mappings()]
+
+    def _event(
+        self,
+        row: SandboxRow,
+        from_state: str | None,
+        to_state: str,
+        reason: str | None,
+        stamp: Stamp,
+        boot_id: str | None = None,
+    ) -> None:
+        self._connection.execute(
+            _INSERT_EVENT,
+            {
+                "sandbox": row.id,
+                "boot_id": boot_id or row.boot_id,
+                "from_state": from_state,
+                "to_state": to_state,
+                "reason": reason,
+                "wall_ns": stamp.wall_ns,
+                "monotonic_ns": stamp.monotonic_ns,
+                "host_boot_id": stamp.host_boot_id,
+            },
+        )

@@ -6,6 +6,7 @@ scripts/unasync.py replaces the first name of each pair by the second. Nothing e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import weakref
@@ -72,6 +73,7 @@ class Pools:
     def __init__(self, socket: str | None) -> None:
         self._socket = socket
         self._pools: dict[int, httpcore.ConnectionPool] = {}
+        weakref.finalize(self, _close, self._pools)  # at exit, too
 
     def get(self) -> httpcore.ConnectionPool:
         import httpcore
@@ -92,6 +94,13 @@ class Pools:
 
     def release(self) -> None:
         pass
+
+
+def _close(pools: dict[int, httpcore.ConnectionPool]) -> None:
+    for pid, pool in pools.items():
+        if pid == os.getpid():
+            with contextlib.suppress(Exception):
+                pool.close()
 
 
 async def async_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

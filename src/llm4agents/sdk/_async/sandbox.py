@@ -15,6 +15,7 @@ from llm4agents.errors import (
     InvalidRequestError,
     LLM4AgentsError,
     SandboxDiedError,
+    SandboxNotFoundError,
 )
 from llm4agents.sdk import _wire, results
 from llm4agents.sdk._async.files import AsyncFiles
@@ -213,10 +214,8 @@ class AsyncSandbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            await self.kill()
-            return
-        with contextlib.suppress(LLM4AgentsError):  # the error of the body is the one to see
+        # The error of the body is the one to see; what does not exist any more need not be killed.
+        with contextlib.suppress(SandboxNotFoundError if kind is None else LLM4AgentsError):
             await self.kill()
 
     async def info(self) -> results.SandboxInfo:

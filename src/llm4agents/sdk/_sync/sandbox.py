@@ -16,6 +16,7 @@ from llm4agents.errors import (
     InvalidRequestError,
     LLM4AgentsError,
     SandboxDiedError,
+    SandboxNotFoundError,
 )
 from llm4agents.sdk import _wire, results
 from llm4agents.sdk._runtime import begin, call
@@ -214,10 +215,8 @@ class Sandbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.kill()
-            return
-        with contextlib.suppress(LLM4AgentsError):  # the error of the body is the one to see
+        # The error of the body is the one to see; what does not exist any more need not be killed.
+        with contextlib.suppress(SandboxNotFoundError if kind is None else LLM4AgentsError):
             self.kill()
 
     def info(self) -> results.SandboxInfo:

@@ -84,7 +84,7 @@ def _lz4_legacy(data: bytes, size: int) -> bytes:
         got = decompress(block, buffer, length, len(buffer))
         if got <= 0 or len(out) + got > size:
             raise OSError("a block is broken")
-        out += buffer[:got]
+        out += memoryview(buffer)[:got]
         position += 4 + length
     return bytes(out)
 

@@ -1,0 +1,88 @@
+"""The writable upper disk of a template and the overlays its clones get. Formats are always explicit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from llm4agents.errors import ConflictError
+from llm4agents.images import process
+from llm4agents.images.cache import fsync
+from llm4agents.images.process import room
+
+_UUID = "4c344167-656e-7401-8000-000000000002"
+# No metadata checksums and no 64-bit block numbers: both cost work per write and 5 GiB needs neither. The journal
+# is small; inode tables are written at once as holes, so that no thread of the guest's does it later.
+_FEATURES = "^metadata_csum,^64bit,^resize_inode,sparse_super2"
+_EXTENDED = f"lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0,hash_seed={_UUID}"
+JOURNAL_MIB = 16
+
+
+async def make_upper(path: Path, size_bytes: int) -> None:
+    """An empty ext4 of `size_bytes` in a sparse file, `upper/` and `work/` in it for overlayfs.
+
+    `path` must not exist; it appears whole. Raises ConflictError, HostSetupError, CapacityError.
+    """
+    if path.exists():
+        raise ConflictError(f"{path} exists")
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    seed = path.with_name(f".{path.name}.{os.getpid()}.d")
+    try:
+        with room(path.parent):
+            for name in ("upper", "work"):
+                (seed / name).mkdir(parents=True, mode=0o755)
+            with tmp.open("xb") as file:
+                file.truncate(size_bytes)
+        argv = ["mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-b", "4096", "-I", "256", "-i", "32768"]
+        argv += ["-U", _UUID, "-L", "upper", "-J", f"size={JOURNAL_MIB}", "-O", _FEATURES, "-E", _EXTENDED]
+        await process.run([*argv, "-d", str(seed), str(tmp)], cwd=path.parent, needed_bytes=64_000_000)
+        fsync(tmp)
+        tmp.rename(path)
+        fsync(path.parent)
+    finally:
+        tmp.unlink(missing_ok=True)
+        shutil.rmtree(seed, ignore_errors=True)
+
+
+async def make_overlay(backing: Path, path: Path) -> None:
+    """An empty qcow2 over the raw `backing`, named absolutely, so that a copy of the overlay works anywhere."""
+    if not backing.is_file():
+        raise ConflictError(f"{backing} is not there")
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    # Small clusters would cost metadata, large ones copy much for a small write; subclusters give both.
+    options = "extended_l2=on,cluster_size=128k,lazy_refcounts=on"
+    argv = [
+        "qemu-img",
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        str(backing.resolve()),
+        "-o",
+        options,
+    ]
+    try:
+        await process.run([*argv, str(tmp)], cwd=path.parent, needed_bytes=1_000_000)
+        fsync(tmp)
+        tmp.rename(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def clone_overlay(empty: Path, path: Path) -> None:
+    """A sandbox's own overlay: a plain copy of the empty one (about 200 KiB; qemu-img would cost 9 ms).
+
+    Raises ConflictError when `path` exists, CapacityError.
+    """
+    try:
+        with room(path.parent), empty.open("rb") as source, path.open("xb") as target:
+            shutil.copyfileobj(source, target)
+    except FileExistsError as error:
+        raise ConflictError(f"{path} exists") from error
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

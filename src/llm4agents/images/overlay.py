@@ -1,0 +1,134 @@
+"""Everything of ours that goes over Debian's files in a root file system, as one tar. Not for how it gets there.
+
+Written straight into a tar, so that owners and modes are what they should be whoever builds, and nothing of a
+wheel is ever a file on the host.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from llm4agents.errors import HostSetupError
+from llm4agents.images.debian import Source
+from llm4agents.images.process import Cancel
+from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
+from llm4agents.images.wheels import WheelFile, WheelInfo, unpack
+
+EPOCH = 1_735_689_600
+"""Every file's time, 2025-01-01: equal inputs make equal images, and zip refuses what is older than 1980."""
+DATA = Path(__file__).parent / "data"
+HOST_CERTIFICATES = Path("/usr/local/share/ca-certificates")
+CERTIFICATE_BYTES_MAX = 1_048_576
+
+RESOLV_CONF = """# This version of LLM4Agents gives its sandboxes no network: there is no name server to ask.
+# Put files into a sandbox with the SDK (`files.write`, `files.upload`) or the CLI (`llm4agents cp`).
+"""
+_APT_CONF = 'APT::Install-Recommends "0";\nAPT::Sandbox::User "root";\nDpkg::Options:: "--force-unsafe-io";\n'
+
+
+def host_certificates(directory: Path = HOST_CERTIFICATES) -> dict[str, bytes]:
+    """The certificates this host trusts beside Debian's, by file name: companies intercept TLS."""
+    found: dict[str, bytes] = {}
+    for path in sorted(directory.rglob("*.crt")) if directory.is_dir() else []:
+        if path.is_file() and path.stat().st_size <= CERTIFICATE_BYTES_MAX:
+            data = path.read_bytes()
+            if b"PRIVATE KEY" not in data:
+                found[path.relative_to(directory).as_posix().replace("/", "-")] = data
+    return found
+
+
+def runner_files(directory: Path = DATA / "runner") -> dict[str, bytes]:
+    """The interpreter's files by path below RUNNER_DIRECTORY."""
+    paths = [
+        path for path in sorted(directory.rglob("*")) if path.is_file() and "__pycache__" not in path.parts
+    ]
+    if not any(path.suffix == ".py" for path in paths):
+        raise HostSetupError("this installation has no interpreter runner", hint="install llm4agents again")
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def sources_list(sources: Iterable[Source]) -> str:
+    """The guest's apt sources: the host's, without whatever password their addresses hold."""
+    return "".join(re.sub(r"//[^/@ ]*@", "//", source.line()) + "\n" for source in sources)
+
+
+class Overlay:
+    """A tar under construction; parents come before children, a path comes once."""
+
+    def __init__(self, path: Path) -> None:
+        self._tar = tarfile.open(path, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 (closed by close)
+        self._directories: set[str] = set()
+        self._files: dict[str, bytes] = {}
+
+    def add(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """One file of root's. The same file again is left out; a different one of that path is refused."""
+        if not path.startswith("/") or ".." in path.split("/"):
+            raise HostSetupError(f"{path} is not a path in the guest")
+        if path in self._files or path in self._directories:
+            if self._files.get(path) != data:
+                raise HostSetupError(f"two packages bring a different {path}")
+            return
+        self._files[path] = data
+        self._parents(path)
+        info = tarfile.TarInfo(path.lstrip("/"))
+        info.size, info.mode, info.mtime = len(data), mode, EPOCH
+        self._tar.addfile(info, io.BytesIO(data))
+
+    def _parents(self, path: str) -> None:
+        parts = path.strip("/").split("/")[:-1]
+        for depth in range(1, len(parts) + 1):
+            directory = "/" + "/".join(parts[:depth])
+            if directory in self._files:
+                raise HostSetupError(f"two packages disagree whether {directory} is a directory")
+            # Only what Debian does not make itself: its directories keep their own modes.
+            if directory not in self._directories and depth > 2:
+                info = tarfile.TarInfo(directory.lstrip("/"))
+                info.type, info.mode, info.mtime = tarfile.DIRTYPE, 0o755, EPOCH
+                self._tar.addfile(info)
+            self._directories.add(directory)
+
+    def close(self) -> None:
+        self._tar.close()
+
+
+def write_overlay(
+    path: Path,
+    spec: TemplateSpec,
+    *,
+    python: str,
+    sources: list[Source],
+    wheels: list[Path],
+    certificates: dict[str, bytes],
+    cancel: Cancel,
+) -> list[WheelInfo]:
+    """Write the tar for `spec`; returns what the wheels are. Raises HostSetupError for a wheel that is not in order."""
+    infos: list[WheelInfo] = []
+    overlay = Overlay(path)
+    try:
+        overlay.add("/etc/hostname", b"sandbox\n")
+        overlay.add(
+            "/etc/hosts", b"127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+        )
+        overlay.add("/etc/resolv.conf", RESOLV_CONF.encode())
+        overlay.add("/etc/apt/sources.list", sources_list(sources).encode())
+        overlay.add("/etc/apt/apt.conf.d/90llm4agents", _APT_CONF.encode())
+        for name, data in certificates.items():
+            overlay.add(f"/usr/local/share/ca-certificates/{name}", data)
+        for file in spec.files:
+            overlay.add(file.path, file.content.encode(), file.mode)
+        if spec.runner:
+            for name, data in runner_files().items():
+                overlay.add(f"{RUNNER_DIRECTORY}/{name}", data)
+        for wheel in wheels:
+            for item in unpack(wheel, python, spec.drop, cancel):
+                if isinstance(item, WheelFile):
+                    overlay.add(item.path, item.data, item.mode)
+                else:
+                    infos.append(item)
+    finally:
+        overlay.close()
+    return infos

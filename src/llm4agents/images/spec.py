@@ -1,0 +1,244 @@
+"""What a template is, as data: packages, files, environment, and how its machine is warmed before the freeze. Pure.
+
+`rootfs` builds the root file system of a spec; the engine boots it, runs the warm-up and freezes it.
+`{python}` in a path stands for the version of the guest's python3 (3.11, 3.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
+
+RUNNER_DIRECTORY = "/usr/lib/llm4agents/runner"
+PYTHON_SOCKET = "/run/llm4agents/python.sock"
+HOME = "/home/user"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    path: str
+    content: str
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process that lives in the frozen machine and so in every clone, started by exec with `service=…`.
+
+    It is ready when `ready_socket` (in the guest) can be connected to; None = at once.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    user: str = "user"
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    restore_signal: int | None = None
+    """Sent by `post_restore` while the service is still frozen: draw new random state."""
+    ready_socket: str | None = None
+    ready_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStep:
+    """A command run to its end before the freeze, so that its pages and its path through the kernel are warm."""
+
+    argv: tuple[str, ...]
+    user: str = "user"
+    timeout_s: float = 60.0
+    may_fail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """In this order: services are started and waited for, steps run, cells run; then the machine is frozen."""
+
+    services: tuple[Service, ...] = ()
+    steps: tuple[WarmStep, ...] = ()
+    cells: tuple[str, ...] = ()
+    """Python run through the interpreter in a context that is restarted afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSpec:
+    name: str
+    description: str
+    packages: tuple[str, ...]
+    """Debian packages beside the essential ones and apt."""
+    wheels: str | None = None
+    """Name of the lock files `data/NAME-{python}.lock`."""
+    drop: tuple[str, ...] = ()
+    """Directories of wheels that are left out (their tests), from dist-packages."""
+    runner: bool = False
+    """Whether `data/runner` goes to RUNNER_DIRECTORY."""
+    files: tuple[File, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of every exec in a clone, under what the call itself sets."""
+    warm_up: WarmUp = WarmUp()
+    build_bytes: int = 1_000_000_000
+    """Disk a build needs for a while."""
+    rootfs_bytes: int = 300_000_000
+
+    def rootfs_inputs(self) -> dict[str, Any]:
+        """Of the spec, what the root file system is made from: JSON-able, equal for equal results."""
+        return {
+            name: _plain(getattr(self, name)) for name in ("packages", "wheels", "drop", "runner", "files")
+        }
+
+    def warm_inputs(self) -> dict[str, Any]:
+        """Of the spec, what the frozen machine depends on beyond its disks; for the key of a variant."""
+        return {"environment": _plain(self.environment), "warm_up": _plain(self.warm_up)}
+
+
+_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "PATH": f"{HOME}/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TERM": "xterm-256color",
+        "PAGER": "cat",
+        "DEBIAN_FRONTEND": "noninteractive",
+        # Python's and node's own bundles lack the certificates that the host trusts beside the public ones.
+        "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
+        "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
+    }
+)
+
+_BASE_PACKAGES = (
+    "bash",
+    "ca-certificates",
+    "curl",
+    "file",
+    "git",
+    "less",
+    "nano",
+    "netbase",
+    "passwd",
+    "procps",
+    "tzdata",
+    "unzip",
+    "xz-utils",
+    "zip",
+)
+
+_BASE_STEPS = (
+    WarmStep(("/bin/true",)),
+    WarmStep(("/bin/true",), user="root"),
+    WarmStep(("/bin/sh", "-c", "true")),
+    WarmStep(("/bin/bash", "-lc", "ls -la / /tmp >/dev/null; cat /etc/os-release >/dev/null; id >/dev/null")),
+    WarmStep(
+        (
+            "/bin/bash",
+            "-c",
+            "echo x | grep x | sed s/x/y/ | head -1 >/dev/null; find /etc -maxdepth 1 >/dev/null",
+        )
+    ),
+    WarmStep(("/usr/bin/git", "--version")),
+    WarmStep(("/usr/bin/curl", "--version")),
+)
+
+BASE = TemplateSpec(
+    name="base",
+    description="a small Debian with shell, coreutils, git and curl",
+    packages=_BASE_PACKAGES,
+    environment=_ENVIRONMENT,
+    warm_up=WarmUp(steps=_BASE_STEPS),
+)
+
+PRELOAD = ("numpy", "pandas", "matplotlib.pyplot", "IPython.core.interactiveshell")
+"""What the interpreter has imported before it is frozen; every context is forked from it."""
+
+PYTHON = TemplateSpec(
+    name="python",
+    description="base with CPython, numpy, pandas, matplotlib, scipy, pyarrow, duckdb and SQL drivers",
+    packages=(*_BASE_PACKAGES, "python3", "python-is-python3"),
+    wheels="python",
+    drop=(
+        "numpy/tests",
+        "numpy/*/tests",
+        "numpy/f2py/tests",
+        "pandas/tests",
+        "scipy/*/tests",
+        "scipy/*/*/tests",
+        "scipy/*/*/*/tests",
+        "pyarrow/tests",
+        "pyarrow/include",
+        "pyarrow/src",
+        "pyarrow/includes",
+        "matplotlib/tests",
+        "mpl_toolkits/*/tests",
+        "matplotlib/backends/web_backend",
+        "IPython/*/tests",
+        "duckdb/experimental/spark",
+        "psutil/tests",
+        "sqlalchemy/testing",
+    ),
+    runner=True,
+    environment=MappingProxyType(
+        {
+            **_ENVIRONMENT,
+            "MPLBACKEND": "agg",
+            "MPLCONFIGDIR": f"{HOME}/.cache/matplotlib",
+            "PYTHONUNBUFFERED": "1",
+            # One vCPU is the usual shape; a pool of threads beside it only costs time.
+            "OPENBLAS_NUM_THREADS": "1",
+            "PIP_NO_INPUT": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+    ),
+    warm_up=WarmUp(
+        services=(
+            Service(
+                name="python",
+                argv=("/usr/bin/python3", RUNNER_DIRECTORY),
+                restore_signal=12,  # SIGUSR2: reseed
+                ready_socket=PYTHON_SOCKET,
+                ready_timeout_s=120.0,
+            ),
+        ),
+        steps=(*_BASE_STEPS, WarmStep(("/usr/bin/python3", "-c", "pass"))),
+        cells=(
+            "import numpy, pandas\nprint(1 + 1)\n41 + 1",
+            "import pandas as pd\n"
+            "_f = pd.DataFrame({'a': range(10), 'b': ['x', 'y'] * 5, 'c': pd.date_range('2025-01-01', periods=10)})\n"
+            "_f.groupby('b').a.mean()\n_f.describe()\n_f.head()",
+            "import io\npd.read_csv(io.StringIO('a,b\\n1,2\\n3,4\\n')).sum()",
+            "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.title('warm')\nplt.show()",
+            "import sqlite3\nsqlite3.connect(':memory:').execute('select 1').fetchall()",
+            "raise ValueError('warm')",
+            "!true",
+        ),
+    ),
+    build_bytes=4_000_000_000,
+    rootfs_bytes=900_000_000,
+)
+
+BUILTIN: Mapping[str, TemplateSpec] = MappingProxyType({spec.name: spec for spec in (BASE, PYTHON)})
+
+
+def _plain(value: Any) -> Any:
+    """A JSON-able copy."""
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def get(name: str) -> TemplateSpec:
+    """The built-in spec of that name. Raises InvalidRequestError for a bad name, TemplateNotFoundError for none."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(f"{name!r} cannot be a template's name (a-z, 0-9, '.', '_', '-')")
+    if name not in BUILTIN:
+        raise TemplateNotFoundError(
+            f"there is no template {name!r}", hint=f"there are: {', '.join(sorted(BUILTIN))}", name=name
+        )
+    return BUILTIN[name]

@@ -31,15 +31,18 @@ from llm4agents.guest.maps import wire_env, wire_path
 from llm4agents.guest.verbs import Agent
 from llm4agents.limits import CODE_BYTES_MAX, CODE_INTERRUPT_GRACE_S, CODE_MESSAGE_BYTES_MAX, VERB_TIMEOUT_S
 
-SOCKET_PATH: Final = "/run/llm4agents/python.sock"
+SOCKET_PATH = "/run/llm4agents/python.sock"
+"""Cells. `SOCKET_PATH.control` takes commands, and answers whatever the cells do."""
 Status = Literal["ok", "error", "interrupted", "died", "timed_out"]
 _STATUSES: Final = ("ok", "error", "interrupted", "died", "timed_out")
 _LENGTH: Final = struct.Struct("<I")
 _TRUSTED_BYTES: Final = 262_144
 """Below this a message cannot hold enough structure to matter."""
 _STRUCTURE_MAX: Final = 200_000
-_OWN_TIMEOUT_GRACE_S: Final = 1.0
-"""How long past `timeout_s` the interpreter's own timer has before we interrupt."""
+_OWN_TIMEOUT_GRACE_S: Final = 7.0
+"""How long past `timeout_s` the interpreter has to end the cell (it interrupts, and kills 5 s later)."""
+_BACKLOG_LOOK_S: Final = 0.25
+_BACKLOG_WAIT_S: Final = 60.0
 _MIMES_MAX: Final = 32
 
 
@@ -171,11 +174,12 @@ class _Connection:
 
     @classmethod
     async def send(
-        cls, agent: Agent, op: Mapping[str, Any], *, timeout: float = VERB_TIMEOUT_S
+        cls, agent: Agent, op: Mapping[str, Any], *, control: bool = False, timeout: float = VERB_TIMEOUT_S
     ) -> _Connection:
+        path = f"{SOCKET_PATH}.control" if control else SOCKET_PATH
         body = json.dumps(op).encode()
         try:
-            socket = await agent.connect(unix=SOCKET_PATH, timeout=timeout)
+            socket = await agent.connect(unix=path, timeout=timeout)
         except PathNotFoundError:
             raise ConflictError(
                 "this sandbox has no Python interpreter", hint="create it from the template 'python'"
@@ -219,6 +223,9 @@ class _Connection:
         """Read until the cell has ended, dropping the rest."""
         while (message := await self.message()) is not None and message.get("type") != "end":
             pass
+
+    def has_arrived(self) -> bool:
+        return bool(self._held) or self._socket.has_arrived()
 
     def close(self) -> None:
         self._socket.close()
@@ -306,15 +313,24 @@ class _Cell:
                 return found
 
     async def enforce(self, timeout_s: float) -> None:
-        """End the cell when its time is up and the interpreter's own timer has not."""
+        """End the cell when its time is up and the interpreter has not ended it."""
         await asyncio.sleep(timeout_s + _OWN_TIMEOUT_GRACE_S)
+        await self._caught_up()
         self._timed_out = True
         for op in (interrupt, restart):
             with contextlib.suppress(LLM4AgentsError):
                 await op(self._agent, self._context, timeout=CODE_INTERRUPT_GRACE_S)
             await asyncio.sleep(CODE_INTERRUPT_GRACE_S)
+        await self._caught_up()
         self._gave_up = True
         self._connection.close()
+
+    async def _caught_up(self) -> None:
+        """Wait while events have arrived and are not taken: the cell's end may be among them."""
+        for _ in range(int(_BACKLOG_WAIT_S / _BACKLOG_LOOK_S)):
+            if not self._connection.has_arrived():
+                return
+            await asyncio.sleep(_BACKLOG_LOOK_S)
 
     async def stop(self) -> None:
         """Nobody wants the rest: interrupt, and replace the worker if that does not end it."""
@@ -334,9 +350,9 @@ async def _command(agent: Agent, op: Mapping[str, Any], timeout: float) -> None:
     """An op that only answers; done when the interpreter has answered or hung up."""
     try:
         async with asyncio.timeout(timeout):
-            connection = await _Connection.send(agent, op, timeout=timeout)
+            connection = await _Connection.send(agent, op, control=True, timeout=timeout)
             try:
-                await connection.message()
+                await connection.end()
             finally:
                 connection.close()
     except TimeoutError as error:

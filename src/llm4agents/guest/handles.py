@@ -227,6 +227,10 @@ class GuestSocket(_OnStream):
         item = await self._stream.receive()
         return b"" if item is None else item[1]
 
+    def has_arrived(self) -> bool:
+        """Whether bytes wait to be read."""
+        return self._stream.has_arrived()
+
     async def write(self, data: bytes) -> None:
         """Waits while the other end does not read."""
         await self._stream.send(data)

@@ -38,7 +38,7 @@ def uid_range(uid_map: str) -> range:
     stretches = [
         (int(inside), int(count)) for inside, _, count in (line.split() for line in uid_map.splitlines())
     ]
-    if any(first <= UID_BASE and UID_BASE + UID_COUNT <= first + count for first, count in stretches):
+    if any(first <= UID_BASE and first + count >= UID_BASE + UID_COUNT for first, count in stretches):
         return range(UID_BASE, UID_BASE + UID_COUNT)
     first, count = max(stretches, key=lambda stretch: stretch[1], default=(0, 0))
     if count < 8192:

@@ -1,0 +1,334 @@
+"""The QEMU driver: boots, clones and adopts machines. See `vmm.base.Driver` for the contract.
+
+Holds nothing of a machine but the sealed memory of templates that are being cloned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from llm4agents.config import Settings
+from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
+from llm4agents.vmm import procfs, uids
+from llm4agents.vmm import shim as shim_
+from llm4agents.vmm.base import (
+    Accelerator,
+    Capabilities,
+    Disk,
+    MachineRecord,
+    MachineSpec,
+    Placement,
+    Snapshot,
+)
+from llm4agents.vmm.qemu import command, memory, probe, snapshot, table
+from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
+
+_MIB = 1 << 20
+_VMM_BYTES = 4 << 30
+"""Address space of QEMU itself: code, translation cache, thread stacks and arenas."""
+_THREADS_MAX = 128
+
+
+class QemuDriver:
+    """One per server. Belongs to the event loop it is used in."""
+
+    name = "qemu"
+
+    def __init__(self, settings: Settings, *, probe_kernel: Path | None = None) -> None:
+        """`probe_kernel`: the vmlinux the KVM probe boots, when there is one already."""
+        self._settings = settings
+        self._probe_kernel = probe_kernel
+        self._capabilities: Capabilities | None = None
+        self._probing = asyncio.Lock()
+        self._memories: dict[Path, asyncio.Task[int]] = {}
+
+    # -- what this host can do ----------------------------------------------------------------------------
+
+    async def capabilities(self) -> Capabilities:
+        async with self._probing:
+            if self._capabilities is None:
+                self._capabilities = await self._probe()
+            return self._capabilities
+
+    async def _probe(self) -> Capabilities:
+        qemu = probe.find_qemu(self._settings.qemu)
+        version = await probe.qemu_version(qemu)
+        cache = self._settings.cache / "probe"
+        accelerator: Accelerator = "tcg"
+        if self._settings.accel == "tcg":
+            why: str | None = "LLM4AGENTS_ACCEL=tcg asks for software emulation"
+        else:
+            why = await probe.why_not_kvm(qemu, version, cache, self._probe_kernel)
+            if why is None:
+                accelerator = "kvm"
+            elif self._settings.accel == "kvm":
+                raise HostSetupError(
+                    f"LLM4AGENTS_ACCEL=kvm, but {why}", hint="unset it to use software emulation"
+                )
+        return Capabilities(
+            vmm=self.name,
+            version=version,
+            accelerator=accelerator,
+            why_not_kvm=why,
+            private_memory_clone=True,
+            differential_pause=False,
+            nested=accelerator == "tcg",
+            cpu="max" if accelerator == "tcg" else f"host {probe.cpu_identity()}",
+            tsc_khz=await probe.tsc_khz(cache),
+        )
+
+    def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
+        return {
+            "driver": self.name,
+            "vmm": capabilities.version,
+            "accelerator": capabilities.accelerator,
+            "cpu": capabilities.cpu + ("+nested" if spec.nested else ""),
+            # To the MHz: what is measured differs by parts per million from one host to its twin.
+            "tsc": f"{round(capabilities.tsc_khz / 1000)} MHz",
+            "kernel": spec.kernel_release,
+            "vcpus": str(spec.vcpus),
+            "memory_mib": str(spec.memory_mib),
+            "layout": command.layout_digest(spec, capabilities.accelerator),
+        }
+
+    # -- machines -----------------------------------------------------------------------------------------
+
+    async def boot(self, spec: MachineSpec, placement: Placement) -> QemuMachine:
+        can = await self.capabilities()
+        table.check(can.version, spec.kernel_release, can.accelerator)
+        with contextlib.ExitStack() as stack:
+            fds = {"memory": memory.create(spec.memory_mib * _MIB)}
+            stack.callback(os.close, fds["memory"])
+            for name, path in (("kernel", spec.kernel), ("initrd", spec.initrd)):
+                fds[name] = await _reading(asyncio.to_thread(memory.of_file, path), path)
+                stack.callback(os.close, fds[name])
+            machine = await self._start(spec, spec.disks, placement, can, fds, clone=False)
+        try:
+            await machine.started()
+        except BaseException:
+            await asyncio.shield(machine.stop())
+            raise
+        return machine
+
+    async def restore(self, frozen: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> QemuMachine:
+        can = await self.capabilities()
+        snapshot.check_identity(frozen, self.identity(frozen.spec, can))
+        ram = await self._memory(frozen)
+        machine = await self._start(frozen.spec, disks, placement, can, {"memory": ram}, clone=True)
+        try:
+            state = os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                await machine.load(state)
+            finally:
+                os.close(state)
+        except BaseException:
+            await asyncio.shield(machine.stop())
+            raise
+        return machine
+
+    async def adopt(self, record: MachineRecord) -> QemuMachine | None:
+        same_boot = record.extra.get("host_boot_id") == procfs.host_boot_id()
+        alive = same_boot and procfs.alive(record.shim_pid, record.shim_start_ticks)
+        if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
+            machine = None
+            with contextlib.suppress(OSError):  # ended since, or its sockets are gone
+                machine = QemuMachine(record, connect(record.run_dir, QMP_SOCKET))
+            if machine is not None:
+                try:
+                    await machine.greet()
+                    return machine
+                except LLM4AgentsError:
+                    await machine.stop()
+        await self._end_remains(record, same_boot)
+        return None
+
+    async def release(self, snapshot_path: Path) -> None:
+        task = self._memories.pop(snapshot_path, None)
+        if task is not None:
+            with contextlib.suppress(LLM4AgentsError, OSError):
+                os.close(await task)
+
+    async def close(self) -> None:
+        """Let go of everything held; machines live on."""
+        for path in list(self._memories):
+            await self.release(path)
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    async def _memory(self, frozen: Snapshot) -> int:
+        """The sealed memory of a snapshot; two restores at once load it once, a failed load is forgotten."""
+        task = self._memories.get(frozen.path)
+        if task is None:
+            size = frozen.spec.memory_mib * _MIB
+            task = asyncio.create_task(
+                asyncio.to_thread(memory.load_sealed, frozen.path / snapshot.MEMORY, size)
+            )
+            self._memories[frozen.path] = task
+        try:
+            return await _reading(asyncio.shield(task), frozen.path / snapshot.MEMORY)
+        except LLM4AgentsError:
+            if self._memories.get(frozen.path) is task:
+                del self._memories[frozen.path]
+            raise
+
+    async def _start(
+        self,
+        spec: MachineSpec,
+        disks: tuple[Disk, ...],
+        placement: Placement,
+        can: Capabilities,
+        fds: Mapping[str, int],
+        *,
+        clone: bool,
+    ) -> QemuMachine:
+        """Start QEMU through the shim, with both sockets connected before it runs."""
+        qemu = probe.find_qemu(self._settings.qemu)
+        built = command.build(
+            spec, disks, qemu=qemu, accelerator=can.accelerator, tsc_khz=can.tsc_khz, clone=clone
+        )
+        run_dir = placement.run_dir
+        for name in (shim_.EXIT, shim_.DEADLINE, AGENT_SOCKET, QMP_SOCKET):
+            (run_dir / name).unlink(missing_ok=True)
+        if placement.deadline_unix is not None:
+            shim_.write_deadline(run_dir, placement.deadline_unix)
+        with contextlib.ExitStack() as stack:
+            given = dict(fds)
+            for name, socket_name in (("qmp", QMP_SOCKET), ("agent", AGENT_SOCKET)):
+                given[name] = stack.enter_context(_listen(run_dir, socket_name)).fileno()
+            size_max = _open_disks(disks, given, stack)
+            root = os.geteuid() == 0
+            lease = uids.lease(placement.id) if root else None
+            if lease is not None:
+                stack.callback(os.close, lease.fd)
+            rlimits = {"core": 0, "nofile": 512, "as": spec.memory_mib * _MIB + _VMM_BYTES}
+            rlimits["fsize"] = max(size_max + size_max // 8 + 64 * _MIB, spec.memory_mib * _MIB)
+            if lease is not None:
+                rlimits["nproc"] = _THREADS_MAX  # counted per uid: only where the uid is the VM's own
+            launch = shim_.Launch(
+                argv=built.argv,
+                env={"LANG": "C", "MALLOC_ARENA_MAX": "2"},
+                fds=[given[name] for name in built.fds],
+                run_dir=run_dir,
+                rlimits=rlimits,
+                hold=[lease.fd] if lease is not None else [],
+                uid=lease.uid if lease is not None else None,
+                gid=_gid(can.accelerator, lease),
+                unlink=[AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE],
+            )
+            qmp = stack.enter_context(connect(run_dir, QMP_SOCKET))
+            channel = stack.enter_context(connect(run_dir, AGENT_SOCKET))
+            started = await shim_.start(launch)
+            record = MachineRecord(
+                driver=self.name,
+                id=placement.id,
+                run_dir=run_dir,
+                shim_pid=started.shim_pid,
+                shim_start_ticks=started.shim_start_ticks,
+                vmm_pid=started.vmm_pid,
+                vmm_start_ticks=started.vmm_start_ticks,
+                uid=lease.uid if lease is not None else os.geteuid(),
+                extra={"host_boot_id": procfs.host_boot_id()},
+            )
+            try:
+                return QemuMachine(
+                    record,
+                    qmp.dup(),
+                    spec=spec,
+                    identity=self.identity(spec, can),
+                    channel=channel.dup(),
+                    memory_fd=None if clone else os.dup(fds["memory"]),
+                )
+            except ProcessLookupError as error:
+                ended = shim_.read_exit(run_dir)
+                raise BootError(f"the virtual machine monitor ended at once: {ended.console_tail}") from error
+
+    async def _end_remains(self, record: MachineRecord, same_boot: bool) -> None:
+        """End what is left of a machine that cannot be adopted, and its sockets."""
+        if same_boot:
+            for pid, ticks in (
+                (record.shim_pid, record.shim_start_ticks),
+                (record.vmm_pid, record.vmm_start_ticks),
+            ):
+                with contextlib.suppress(ProcessLookupError):
+                    fd = os.pidfd_open(pid)
+                    try:
+                        if procfs.alive(pid, ticks):
+                            signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    finally:
+                        os.close(fd)
+        for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, *shim_.LOGS):
+            (record.run_dir / name).unlink(missing_ok=True)
+
+
+async def _reading(work: asyncio.Future[int] | object, path: Path) -> int:
+    try:
+        return await work  # type: ignore[misc]
+    except OSError as error:
+        if isinstance(error, LLM4AgentsError):
+            raise
+        raise HostSetupError(
+            f"{path} cannot be read: {error.strerror}", hint="build the template again"
+        ) from error
+
+
+def _listen(run_dir: Path, name: str) -> socket.socket:
+    """A listening socket in `run_dir` only we may connect to."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sock.bind(f"/proc/self/fd/{directory}/{name}")
+        (run_dir / name).chmod(0o600)
+        sock.listen(4)
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.close(directory)
+    return sock
+
+
+def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextlib.ExitStack) -> int:
+    """Open every file of every disk into `given`; returns the size in bytes the largest writable one may reach."""
+    size_max = 0
+    for disk in disks:
+        files = [(disk.slot, disk.path, disk.read_only)]
+        if disk.backing is not None:
+            files.append((f"{disk.slot}.backing", disk.backing, True))
+        for name, path, read_only in files:
+            flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
+            try:
+                given[name] = os.open(path, flags)
+            except OSError as error:
+                raise HostSetupError(f"the disk {path} cannot be opened: {error.strerror}") from error
+            stack.callback(os.close, given[name])
+        if not disk.read_only:
+            size_max = max(size_max, virtual_size(given[disk.slot], disk))
+    return size_max
+
+
+def virtual_size(fd: int, disk: Disk) -> int:
+    """Bytes the guest sees. Raises InvalidRequestError for a qcow2 that is none."""
+    if disk.format == "raw":
+        return os.fstat(fd).st_size
+    header = os.pread(fd, 32, 0)
+    if len(header) < 32 or header[:4] != b"QFI\xfb":
+        raise InvalidRequestError(f"{disk.path} is not a qcow2 image")
+    return int(struct.unpack_from(">Q", header, 24)[0])
+
+
+def _gid(accelerator: Accelerator, lease: uids.Lease | None) -> int | None:
+    """The VMM's group: with KVM the device's, since that is the one file it opens by name."""
+    if lease is None:
+        return None
+    if accelerator == "kvm":
+        device = probe.KVM_DEVICE.stat()
+        if device.st_gid != 0 and device.st_mode & 0o060 == 0o060:
+            return device.st_gid
+    return lease.uid

@@ -1,0 +1,346 @@
+"""A live QEMU process as a `Machine`: its monitor, its channel, its end.
+
+Not here: how it is started (driver), what it is told on its command line (command).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from llm4agents import limits
+from llm4agents.errors import BootError, CapacityError, ConflictError, LLM4AgentsError, SandboxDiedError
+from llm4agents.vmm import procfs
+from llm4agents.vmm import shim as shim_
+from llm4agents.vmm.base import Exit, MachineEvent, MachineRecord, MachineSpec, Snapshot, Stats
+from llm4agents.vmm.qemu import memory, snapshot
+from llm4agents.vmm.qemu.qmp import Event, Qmp, QmpError
+
+AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
+EVENTS_KEPT_MAX = 64
+_IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
+
+
+def connect(run_dir: Path, name: str) -> socket.socket:
+    """A connection to a socket of `run_dir`, non-blocking; OSError when nobody listens."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sock.setblocking(False)
+        # Through the descriptor: a socket's path has 107 bytes at most, a run_dir may be longer.
+        sock.connect(f"/proc/self/fd/{directory}/{name}")
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.close(directory)
+    return sock
+
+
+class QemuMachine:
+    """See `vmm.base.Machine`. Belongs to the event loop it was made in."""
+
+    def __init__(
+        self,
+        record: MachineRecord,
+        qmp_socket: socket.socket,
+        *,
+        spec: MachineSpec | None = None,
+        identity: dict[str, str] | None = None,
+        channel: socket.socket | None = None,
+        memory_fd: int | None = None,
+    ) -> None:
+        """Takes over both sockets and `memory_fd`. Raises ProcessLookupError when shim or VMM is gone."""
+        self.record = record
+        self._spec, self._identity = spec, identity
+        self._channel, self._memory_fd = channel, memory_fd
+        self._queues: list[asyncio.Queue[MachineEvent]] = []
+        self._found: deque[MachineEvent] = deque(maxlen=EVENTS_KEPT_MAX)
+        self._migration: asyncio.Future[str] | None = None
+        self._stopping = False
+        self._pidfds = (os.pidfd_open(record.shim_pid), os.pidfd_open(record.vmm_pid))
+        self._qmp = Qmp(qmp_socket, self._on_event)
+        self._end = asyncio.create_task(self._watch(), name=f"watch {record.id}")
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> Exit:
+        for fd in self._pidfds:  # the VMM after the shim: when that was killed, the kernel ends this one
+            await _readable(fd)
+        with contextlib.suppress(ChildProcessError):  # not our child when adopted: init reaps it
+            os.waitpid(self.record.shim_pid, os.WNOHANG)
+        ended = shim_.read_exit(self.record.run_dir)
+        if ended.reason == "lost":
+            for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE):
+                (self.record.run_dir / name).unlink(missing_ok=True)
+        self._close()
+        self._publish(MachineEvent("ended", describe(ended)))
+        return ended
+
+    def _close(self) -> None:
+        self._qmp.close("the virtual machine ended")
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._memory_fd is not None:
+            os.close(self._memory_fd)
+            self._memory_fd = None
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds = ()
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._end)
+
+    async def stop(self) -> Exit:
+        if not self._end.done():
+            self._stopping = True
+            self._signal(0, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self.wait(), limits.VM_STOP_TIMEOUT_S)
+            except TimeoutError:
+                # The shim does not answer: with it the kernel kills the VMM.
+                self._signal(0, signal.SIGKILL)
+                self._signal(1, signal.SIGKILL)
+        ended = await self.wait()
+        for name in shim_.LOGS:
+            (self.record.run_dir / name).unlink(missing_ok=True)
+        return ended
+
+    def _signal(self, which: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            signal.pidfd_send_signal(self._pidfds[which], number)
+
+    async def detach(self) -> None:
+        self._end.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._end
+        self._close()
+
+    async def set_deadline(self, unix: float | None) -> None:
+        self._check_alive("move the deadline of")
+        shim_.write_deadline(self.record.run_dir, unix)
+
+    # -- running and standing still -----------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await self._command("stop")
+
+    async def resume(self) -> None:
+        await self._command("cont")
+
+    async def channel(self) -> socket.socket:
+        self._check_alive("connect to")
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            return channel
+        try:
+            return connect(self.record.run_dir, AGENT_SOCKET)
+        except OSError as error:
+            raise ConflictError(
+                f"the agent channel of {self.record.id} cannot be connected: {error}"
+            ) from error
+
+    async def stats(self) -> Stats:
+        found = procfs.stats(self.record.vmm_pid) if not self._end.done() else None
+        if found is None:
+            raise ConflictError(f"the virtual machine {self.record.id} has ended")
+        return found
+
+    def _check_alive(self, act: str) -> None:
+        if self._end.done():
+            ended = "it was let go of" if self._end.cancelled() else describe(self._end.result())
+            raise ConflictError(f"cannot {act} the virtual machine {self.record.id}: {ended}")
+
+    async def _command(self, command: str, **arguments: Any) -> Any:
+        """One monitor command; ConflictError when the VM has ended, SandboxDiedError when it does meanwhile."""
+        self._check_alive(command)
+        try:
+            return await self._qmp.execute(command, **arguments)
+        except QmpError:
+            raise
+        except LLM4AgentsError as error:
+            ended = await self._ended_within(1.0)
+            if ended is None:
+                raise
+            raise SandboxDiedError(
+                f"the virtual machine {self.record.id} ended: {describe(ended)}"
+            ) from error
+
+    async def _ended_within(self, seconds: float) -> Exit | None:
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self.wait(), seconds)
+        return None
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def events(self) -> AsyncIterator[MachineEvent]:
+        queue: asyncio.Queue[MachineEvent] = asyncio.Queue(EVENTS_KEPT_MAX)
+        for event in self._found:
+            queue.put_nowait(event)
+        if self._end.done():
+            _put(queue, MachineEvent("ended"))
+        self._queues.append(queue)
+        return self._read(queue)
+
+    async def _read(self, queue: asyncio.Queue[MachineEvent]) -> AsyncIterator[MachineEvent]:
+        try:
+            while True:
+                event = await queue.get()
+                yield event
+                if event.kind == "ended":
+                    return
+        finally:
+            self._queues.remove(queue)
+
+    def _publish(self, event: MachineEvent) -> None:
+        for queue in self._queues:
+            _put(queue, event)
+
+    def _on_event(self, event: Event) -> None:
+        name, data = event["event"], event.get("data", {})
+        if name == "STOP":
+            self._publish(MachineEvent("paused"))
+        elif name == "RESUME":
+            self._publish(MachineEvent("resumed"))
+        elif name == "BLOCK_IO_ERROR":
+            stopped = data.get("action") == "stop"
+            words = f"{data.get('operation')} of {data.get('node-name') or data.get('device')}: {data.get('reason')}"
+            self._publish(MachineEvent("disk_full" if stopped else "io_error", words))
+        elif name == "MIGRATION" and self._migration is not None and not self._migration.done():
+            if data.get("status") in ("completed", "failed", "cancelled"):
+                self._migration.set_result(data["status"])
+
+    async def greet(self) -> None:
+        """First words to a monitor that is new to us; for an adopted machine also: what state is it in."""
+        self._qmp.send("qmp_capabilities")
+        status = await self._command("query-status")
+        if status.get("status") == "io-error":
+            self._found.append(MachineEvent("disk_full", "the host had no room for a write of the guest"))
+
+    # -- freezing and loading -----------------------------------------------------------------------------
+
+    async def load(self, state_fd: int) -> None:
+        """Load the device state a snapshot kept; afterwards it is paused. Raises BootError when it does not load."""
+        self._migration = asyncio.get_running_loop().create_future()
+        # Sent ahead in one go: each answer waited for would cost a turn of QEMU's main loop.
+        sent = [
+            self._qmp.send("qmp_capabilities"),
+            self._qmp.send("migrate-set-capabilities", capabilities=_IGNORE_SHARED),
+            self._qmp.send("getfd", fd=state_fd, fdname="state"),
+            self._qmp.send("migrate-incoming", uri="fd:state"),
+        ]
+        try:
+            async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+                await asyncio.gather(*sent)
+                done = await self._migrated()
+        except (LLM4AgentsError, TimeoutError) as error:
+            raise await self._boot_error("did not load its snapshot", error) from error
+        if done != "completed":
+            raise await self._boot_error("did not load its snapshot", done)
+
+    async def _migrated(self) -> str:
+        """How the migration under way went. Its events stop coming when the VM ends, so that is waited for too."""
+        assert self._migration is not None
+        await asyncio.wait({self._migration, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        return self._migration.result() if self._migration.done() else "the process ended"
+
+    async def _boot_error(self, what: str, why: object) -> BootError:
+        ended = await self._ended_within(0.5)
+        tail = ended.console_tail if ended is not None else shim_.console_tail(self.record.run_dir)
+        words = f"{describe(ended)}" if ended is not None else str(why) or "no answer in time"
+        return BootError(
+            f"the virtual machine {self.record.id} {what}: {words}", console_tail=printable(tail)[-4000:]
+        )
+
+    async def started(self) -> None:
+        """Wait for the monitor of a VM that boots. Raises BootError with QEMU's words when it ends instead."""
+        capabilities = self._qmp.send("qmp_capabilities")
+        events = self._qmp.send("migrate-set-capabilities", capabilities=_IGNORE_SHARED)
+        try:
+            async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+                await asyncio.gather(capabilities, events)
+        except (LLM4AgentsError, TimeoutError) as error:
+            raise await self._boot_error("did not start", error) from error
+
+    async def snapshot(self, directory: Path) -> Snapshot:
+        self._check_alive("freeze")
+        if self._memory_fd is None or self._spec is None or self._identity is None:
+            raise ConflictError(
+                "only a machine this server booted can be frozen: a clone's memory is private"
+            )
+        if (await self._command("query-status")).get("running"):
+            raise ConflictError(f"the virtual machine {self.record.id} runs: pause it before freezing it")
+        try:
+            await asyncio.to_thread(directory.mkdir, 0o700)
+        except FileExistsError:
+            raise ConflictError(f"{directory} exists already") from None
+        try:
+            await self._save_state(directory / snapshot.STATE)
+            size = await asyncio.to_thread(memory.save, self._memory_fd, directory / snapshot.MEMORY)
+            frozen = Snapshot(directory, self._spec, self._identity, size)
+            await asyncio.to_thread(snapshot.write_manifest, frozen)
+        except BaseException as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
+                raise CapacityError(f"the snapshot could not be written: {error}") from error
+            raise
+        return frozen
+
+    async def _save_state(self, path: Path) -> None:
+        self._migration = asyncio.get_running_loop().create_future()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            await self._command("getfd", fd=fd, fdname="state")
+            await self._command("migrate", uri="fd:state")
+            async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+                done = await self._migrated()
+            if done != "completed":
+                raise SandboxDiedError(f"QEMU could not write the state of {self.record.id}: {done}")
+            await asyncio.to_thread(os.fsync, fd)
+        finally:
+            os.close(fd)
+
+
+def _put(queue: asyncio.Queue[MachineEvent], event: MachineEvent) -> None:
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(event)
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    wake: Callable[[], object] = lambda: ready.done() or ready.set_result(None)  # noqa: E731
+    loop.add_reader(fd, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+def describe(ended: Exit) -> str:
+    """How a VMM ended, in words."""
+    if ended.reason == "deadline":
+        return "its time was over"
+    if ended.reason == "stopped":
+        return "it was stopped"
+    if ended.reason == "lost":
+        return "its keeper was killed"
+    if ended.signal is not None:
+        return f"the virtual machine monitor was killed by signal {ended.signal}"
+    last = [line for line in printable(ended.console_tail).splitlines() if line.strip()]
+    return f"the guest or its monitor ended (status {ended.code}): {last[-1][-300:] if last else 'without a word'}"
+
+
+def printable(text: str) -> str:
+    """A console's text without what would move a reader's terminal."""
+    return "".join(letter for letter in text if letter == "\n" or letter == "\t" or letter.isprintable())

@@ -79,7 +79,7 @@ class Process(_OnStream):
         self._has_stdin = has_stdin
         self._loop = asyncio.get_running_loop()
         self._deadline = None if timeout_s is None else self._loop.time() + timeout_s
-        self._iterating = 0
+        self._iterating = self._waiting = 0
         self._feeder: asyncio.Task[None] | None = None
         self.is_service = False
 
@@ -104,6 +104,8 @@ class Process(_OnStream):
                 yield item
         finally:
             self._iterating -= 1
+            if self._waiting and not self._iterating:
+                self._stream.discard()
 
     async def write_stdin(self, data: bytes) -> None:
         """Waits while the process does not read. Raises ConflictError when it has ended or has no stdin."""
@@ -144,6 +146,7 @@ class Process(_OnStream):
         """
         if not self._iterating:
             self._stream.discard()
+        self._waiting += 1
         try:
             while True:
                 patience = EXEC_GRACE_S if self._stream.cancelled else self._patience()
@@ -156,6 +159,8 @@ class Process(_OnStream):
             if error.details.get("code") == "cancelled":
                 return ExitStatus(None, 9)
             raise
+        finally:
+            self._waiting -= 1
 
     async def _ended_within(self, patience: float | None) -> bool:
         """Wait for END or ERROR; False when output is still being taken, which is no silence of the agent."""
@@ -178,9 +183,10 @@ class Process(_OnStream):
 class ByteStream(_OnStream):
     """A file being read: iterate for its bytes. `info` is what the file was when it was opened."""
 
-    def __init__(self, stream: Stream, what: str, info: FileInfo) -> None:
+    def __init__(self, stream: Stream, what: str, info: FileInfo, length: int | None) -> None:
         super().__init__(stream, what)
         self.info = info
+        self._length = length
         self._count = 0
 
     def __aiter__(self) -> AsyncGenerator[bytes, None]:
@@ -197,6 +203,10 @@ class ByteStream(_OnStream):
                 if item is None:
                     break
                 self._count += len(item[1])
+                if self._length is not None and self._count > self._length:
+                    error = ProtocolError("the guest sent more of a file than was asked for")
+                    self._stream.break_session(error)
+                    raise error
                 yield item[1]
             async with within(self._stream, VERB_TIMEOUT_S, self._what):
                 end = await self._stream.end()

@@ -214,7 +214,7 @@ class Agent:
         )
         what = f"read {_show(path)}"
         async with within(stream, timeout, what):
-            return ByteStream(stream, what, FileInfo.read(reply))
+            return ByteStream(stream, what, FileInfo.read(reply), length)
 
     async def write(
         self,

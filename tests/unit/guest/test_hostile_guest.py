@@ -202,6 +202,21 @@ def test_a_file_that_is_longer_than_it_says_ends_the_session() -> None:
     run(test())
 
 
+def test_more_of_a_file_than_was_asked_for_ends_the_session() -> None:
+    async def test() -> None:
+        async with session() as (opened, guest):
+            opening = asyncio.create_task(Agent(opened).read("/f", length=2))
+            stream, _ = await guest.opened("read")
+            await guest.send(stream, REPLY, {"size": 9, "mode": 0o644, "mtime": 1.0})
+            file = await opening
+            await guest.send(stream, DATA, b"abc")
+            with pytest.raises(ProtocolError, match="asked for"):
+                await file.read(100)
+            assert isinstance(await opened.closed, ProtocolError)
+
+    run(test())
+
+
 def test_tiny_pieces_cost_what_they_weigh() -> None:
     """256 KiB in two-byte frames that nobody takes: no multiple of it is kept."""
 

@@ -178,6 +178,16 @@ def test_200_mb_that_nobody_reads_hold_up_nobody_else() -> None:
     run(test)
 
 
+def test_waiting_after_reading_only_the_beginning() -> None:
+    async def test(agent: Agent) -> None:
+        process = await agent.exec(["/bin/sh", "-c", "head -c 5000000 /dev/zero"], user=None)
+        async for _ in process:
+            break
+        assert (await process.wait()).exit_code == 0
+
+    run(test)
+
+
 def test_200_mb_are_read_whole() -> None:
     async def test(agent: Agent) -> None:
         process = await agent.exec(["/bin/sh", "-c", "head -c 200000000 /dev/zero"], user=None)

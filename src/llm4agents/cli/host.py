@@ -48,7 +48,10 @@ def du(json: options.Json = False) -> None:
 
 
 def doctor(json: options.Json = False) -> None:
-    """Check whether sandboxes can run here, and say what to do if not. Needs no server."""
+    """Check whether sandboxes can run here, and say what to do if not.
+
+    Needs no server; exit code 1 when they cannot.
+    """
     from llm4agents.cli import output
     from llm4agents.sdk import doctor as sdk_doctor
 

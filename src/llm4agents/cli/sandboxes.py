@@ -76,6 +76,9 @@ def exec_(
 
     sandbox = Sandbox.connect(ids.resolve(id))
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    command = command[1:] if command[0] == "--" else command
+    if not command:
+        raise typer.BadParameter("what to run is missing", param_hint="CMD")
     cmd: str | list[str] = command[0] if len(command) == 1 else command
     wanted: dict[str, Any] = {
         "env": options.pairs(env, "--env"),

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 import uuid
@@ -242,13 +243,14 @@ async def execute(call: Call, id: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         cwd=directory(id) / "home" / "user", env={**os.environ, **(body.get("env") or {})},
+        start_new_session=True,
     )  # fmt: skip
     timed_out, out, err = False, b"", b""
     try:
         given = base64.b64decode(body.get("stdin") or "")
         out, err = await asyncio.wait_for(process.communicate(given), body["timeout_s"] or None)
     except TimeoutError:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         timed_out = True
     code = process.returncode or 0

@@ -1,0 +1,212 @@
+"""The command line as its users have it: arguments in, text and exit codes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm4agents import __version__
+from llm4agents.cli import app
+
+
+def test_version_and_help(cli: Any) -> None:
+    assert cli("--version").stdout == f"llm4agents {__version__}\n"
+    for args in (["--help"], ["run", "-h"], ["template", "--help"], ["server", "stop", "--help"]):
+        done = cli(*args)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Usage: llm4agents" in done.stdout
+
+
+def test_the_table_says_what_the_commands_say() -> None:
+    for name, (module, function, line) in app.COMMANDS.items():
+        doc = getattr(import_module(f"llm4agents.cli.{module}"), function).__doc__
+        assert doc.strip().splitlines()[0] == line, name
+
+
+def test_help_imports_nothing_heavy(cli: Any) -> None:
+    code = "import sys; sys.argv = ['l4a', '--help']\nfrom llm4agents.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "heavy = {'rich', 'httpcore', 'httpx', 'pydantic', 'asyncio', 'ssl'}\n"
+    code += "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_completion_knows_commands_and_options(cli: Any) -> None:
+    def complete(words: str, at: int) -> list[str]:
+        more = {"_LLM4AGENTS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        return list(cli(**more).stdout.split())
+
+    assert complete("llm4agents te", 1) == ["template"]
+    assert "--require-kvm" in complete("llm4agents run --re", 2)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nope"],
+        ["run"],
+        ["run", "x.py", "-c", "1"],
+        ["run", "/no/such/file.py"],
+        ["run", "-c", "1", "--env", "novalue"],
+        ["run", "-c", "1", "--timeout", "soon"],
+        ["run", "-c", "1", "--timeout", "-1"],
+        ["create", "--timeout", "0"],
+        ["exec", "sbx_x"],
+        ["kill"],
+        ["kill", "--all", "sbx_x"],
+        ["cp", "a", "b"],
+        ["cp", "sbx_a:x", "sbx_b:y"],
+        ["template", "import", "/no/such"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_two_and_no_traceback(cli: Any, server: Any, args: list[str]) -> None:
+    done = cli(*args)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
+    assert done.stdout == ""
+
+
+def test_no_server_is_three_in_two_lines(cli: Any) -> None:
+    done = cli("ls")
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 2
+    assert "hint: start it with: llm4agents server start" in done.stderr
+    assert cli("server", "status", "--json").returncode == 3
+    assert cli("server", "stop").stderr == "no server runs\n"
+    bad = cli("ls", LLM4AGENTS_AUTOSTART="maybe")
+    assert bad.returncode == 2
+    assert "LLM4AGENTS_AUTOSTART" in bad.stderr
+
+
+def test_run_prints_output_and_value(cli: Any, server: Any) -> None:
+    done = cli("run", "-c", "print('a'); 6*7")
+    assert (done.returncode, done.stdout) == (0, "a\n42\n")
+    assert "note: sandboxes run in software emulation: a test" in done.stderr
+    assert cli("run", "-c", "print('a', end='')").stdout == "a\n"
+    assert cli("ls", "--json").stdout == '{\n  "sandboxes": []\n}\n'
+
+
+def test_run_of_a_file_and_of_stdin(cli: Any, server: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("1 + 1")
+    assert cli("run", str(tmp_path / "x.py")).stdout == "2\n"
+    assert cli("run", "-", stdin="1 + 2").stdout == "3\n"
+
+
+def test_run_of_code_that_fails_is_one(cli: Any, server: Any) -> None:
+    done = cli("run", "-c", "print('before'); 1/0")
+    assert (done.returncode, done.stdout) == (1, "before\n")
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_run_saves_figures_and_files(cli: Any, server: Any, tmp_path: Path) -> None:
+    code = "{'image/png': 'iVBORw==', 'text/plain': '<Figure>'}"
+    assert "--out DIR saves" in cli("run", "-c", code).stderr
+    done = cli("run", "-c", code, "--out", str(tmp_path / "o"), "--file", __file__)
+    assert done.returncode == 0
+    assert (tmp_path / "o" / "chart-1.png").read_bytes() == b"\x89PNG"
+    found = json.loads(cli("run", "--json", "-c", code, "--out", str(tmp_path / "p")).stdout)
+    assert found["saved"] == [str(tmp_path / "p" / "chart-1.png")]
+    assert found["status"] == "ok"
+
+
+def test_run_can_require_kvm(cli: Any, server: Any) -> None:
+    done = cli("run", "--require-kvm", "-c", "1")
+    assert done.returncode == 3
+    assert "KVM is required" in done.stderr
+
+
+def test_a_sandbox_from_create_to_kill(cli: Any, server: Any, tmp_path: Path) -> None:
+    id = cli("create", "--metadata", "a=b").stdout.strip()
+    short = id[4:12]
+    assert cli("run", "--in", short, "-c", "x = 5").returncode == 0
+    assert cli("run", "--in", id, "-c", "x").stdout == "5\n"
+    assert id in cli("ps").stdout
+    assert json.loads(cli("ls", "--json").stdout)["sandboxes"][0]["metadata"] == {"a": "b"}
+
+    passed = cli("exec", short, "--", "sh", "-c", "cat; echo no >&2; exit 7", stdin="given")
+    assert (passed.returncode, passed.stdout, passed.stderr) == (7, "given", "no\n")
+    assert cli("exec", short, "ls", "-a").stdout.startswith(".")
+    assert cli("exec", short, "echo a | tr a b").stdout == "b\n"
+    assert json.loads(cli("exec", "--json", short, "exit 2").stdout)["exit_code"] == 2
+    assert cli("exec", "--timeout", "0.2", short, "sleep 60").returncode == 124
+
+    (tmp_path / "f").write_text("data")
+    assert cli("cp", str(tmp_path / "f"), f"{short}:").returncode == 0
+    assert cli("cp", f"{id}:f", str(tmp_path / "g")).returncode == 0
+    assert (tmp_path / "g").read_text() == "data"
+    assert cli("cp", f"{id}:/no/such", str(tmp_path / "h")).returncode == 3
+
+    assert cli("kill", short).stdout == f"{id}\n"
+    assert id not in cli("ls").stdout
+    assert "killed" in cli("ls", "--all").stdout
+    assert cli("exec", id, "true").returncode == 3
+    assert cli("kill", "zzz").returncode == 3
+
+
+def test_kill_all_and_prefixes_that_mean_many(cli: Any, server: Any) -> None:
+    ids = {cli("create").stdout.strip() for _ in range(2)}
+    many = cli("exec", "sbx_", "true")
+    assert many.returncode == 2
+    assert "give more of the id" in many.stderr
+    assert set(cli("kill", "--all").stdout.split()) == ids
+
+
+def test_a_lost_server_is_four(cli: Any, server: Any) -> None:
+    id = cli("create").stdout.strip()
+    done = cli("run", "--in", id, "-c", "die")
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_kills_the_sandbox_of_a_run(
+    cli: Any, server: Any, environment: dict[str, str], tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    command = f"import subprocess; subprocess.run(['sh', '-c', 'echo > {started}; sleep 1'])"
+    run = [sys.executable, "-m", "llm4agents", "run", "-c", command]
+    process = subprocess.Popen(run, env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    started.read_text()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert json.loads(cli("ls", "--json").stdout)["sandboxes"] == []
+
+
+def test_templates_and_disk(cli: Any, server: Any) -> None:
+    assert "python  yes" in cli("template", "ls").stdout
+    built = cli("template", "build", "base")
+    assert (built.returncode, built.stderr) == (0, "… boot\nbase is built (9 B)\n")
+    assert "2.0 KiB" in cli("du").stdout
+    assert json.loads(cli("du", "--json").stdout)["total_bytes"] == 2048
+
+
+def test_server_status_and_stop(cli: Any, server: Any) -> None:
+    assert json.loads(cli("server", "status", "--json").stdout)["pid"] == server.pid
+    assert cli("server", "stop").stderr == "stopped\n"
+    assert server.wait(10) == 0
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt-get")
+def test_the_apt_line() -> None:
+    from llm4agents.cli.host import apt_command
+
+    assert apt_command(["qemu-system-x86"])[-5:] == [
+        "apt-get",
+        "install",
+        "-y",
+        "--no-install-recommends",
+        "qemu-system-x86",
+    ]

@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,8 +36,9 @@ CONTROL_SUFFIX = ".control"
 class Zygote:
     """The service's one object: its loop and its contexts."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, grace_s: float = wire.GRACE_S) -> None:
         self._path = path
+        self._grace_s = grace_s
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._slots: dict[str, Slot] = {}
@@ -49,7 +49,6 @@ class Zygote:
         self._memory = memoryview(mmap.mmap(self._lock_fd, size))
         self._listener = _listen(path)
         self._control = _listen(path + CONTROL_SUFFIX)
-        self.on_exit: dict[int, Callable[[int], None]] = {}
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Zygote:
             slot.kill()
         for path in (self._path, self._path + CONTROL_SUFFIX):
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                Path(path).unlink()
         os._exit(0)
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -180,6 +179,7 @@ class Zygote:
             listener,
             self._spawn,
             self.dispatch,
+            self._grace_s,
         )
         self._slots[name] = slot
         return slot
@@ -267,8 +267,7 @@ def warm_cell(path: str, code: str) -> list[str]:
 
 
 def _listen(path: str) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    Path(path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     listener.bind(path)
     listener.listen(64)
@@ -291,7 +290,7 @@ def _prepare_path() -> None:
 
     user_site = site.getusersitepackages()
     with contextlib.suppress(OSError):
-        os.makedirs(user_site, exist_ok=True)
+        Path(user_site).mkdir(parents=True, exist_ok=True)
     if "" not in sys.path:
         sys.path.insert(0, "")
     if user_site not in sys.path:
@@ -311,7 +310,7 @@ def _preload(names: list[str]) -> None:
     if warnings is not None:
         warnings.filterwarnings("ignore", message=".*non-interactive, and thus cannot be shown")
         warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         print(f"runner: preload left {threads - 1} threads; forking with them is unsafe", file=sys.stderr)  # noqa: T201
 
@@ -341,13 +340,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "--ready", type=Path, help='file to write {"problems": [...]} to when cells are taken'
     )
     parser.add_argument("--cwd", help="working directory; default: the home directory")
+    parser.add_argument("--grace-s", type=float, default=wire.GRACE_S, help="from a timeout to a kill, seconds")
     options = parser.parse_args(arguments)
     _prepare_environment()
-    os.chdir(options.cwd or os.path.expanduser("~"))
+    os.chdir(options.cwd or Path.home())
     _prepare_path()
     _preload([name for name in options.preload.split(",") if name])
     cells = cells_of(options.warm.read_text(encoding="utf-8")) if options.warm else []
-    zygote = Zygote(options.socket)
+    zygote = Zygote(options.socket, options.grace_s)
     gc.collect()
     gc.freeze()
     zygote.warm([*cells, "print(6*7)"], options.ready)

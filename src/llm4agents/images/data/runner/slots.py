@@ -133,6 +133,7 @@ class Slot:
         listener: socket.socket | None,
         spawn: Callable[[Slot], int],
         dispatch: Callable[[int, bytes], None],
+        grace_s: float,
     ) -> None:
         self.name = name
         self.index = index
@@ -158,6 +159,7 @@ class Slot:
         self._lock_fd = lock_fd
         self._spawn = spawn
         self._dispatch = dispatch
+        self._grace_s = grace_s
         self.pid = 0
         self._pidfd = -1
         self._peer: Peer | None = None
@@ -252,7 +254,7 @@ class Slot:
         with contextlib.suppress(BlockingIOError):
             os.read(self._timer_fd, 8)
             if self.window.b[BUSY]:
-                self._die_by(wire.TIMEOUT, wire.GRACE_S)
+                self._die_by(wire.TIMEOUT, self._grace_s)
 
     def _on_hangup(self, _event: int) -> None:
         self.interrupt(wire.INTERRUPT)
@@ -305,7 +307,7 @@ class Slot:
         if self._restarts and code == -signal.SIGKILL:
             how = "was restarted"
         elif cause == wire.TIMEOUT and code == -signal.SIGKILL:
-            how = f"was killed: the cell's time was over and it did not stop within {wire.GRACE_S:g} s"
+            how = f"was killed: the cell's time was over and it did not stop within {self._grace_s:g} s"
             end = "timed_out"
         value = f"the Python interpreter {how}; its variables are gone, the next cell gets a new one"
         count = window.w[COUNT]
@@ -386,12 +388,14 @@ class Slot:
         if fd >= 0:
             self._dispatch(fd, body)
             return
-        if self.window.b[BUSY]:
-            peer = self._current_peer()
-            for pipe in self._pipes:
-                if peer is not None and pipe.late:
-                    peer.post(wire.text_frames(pipe.kind, pipe.late))
-                    pipe.late = ""
-            self.window.b[LATE] = int(bool(self._pipes[0].late or self._pipes[1].late))
-            if peer is not None:
-                peer.flush()
+        if not self.window.b[BUSY]:
+            return
+        peer = self._current_peer()
+        for pipe in self._pipes:
+            if peer is not None and pipe.late:
+                peer.post(wire.text_frames(pipe.kind, pipe.late))
+            pipe.late = ""  # without a peer nobody wants it
+        if peer is not None and peer.waiting:
+            self.window.b[PUMPING] = 1
+            peer.flush()
+        self.window.b[LATE] = 0

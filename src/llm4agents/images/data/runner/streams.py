@@ -22,6 +22,7 @@ from typing import Any
 from .wire import (
     ATOMIC_BYTES_MAX,
     BIG,
+    LATE,
     LATE_CHARS_MAX,
     PUMPING,
     SENT,
@@ -54,7 +55,8 @@ class Connection:
 
     def settle(self) -> None:
         """Wait until what was written to descriptors 1 and 2 before this call is on the connection."""
-        if not self._poll.poll(0) and not self._bytes[PUMPING]:
+        flags = self._bytes
+        if not self._poll.poll(0) and not flags[PUMPING] and not flags[LATE]:
             return
         size = array("i", [0])
         target = _INFLIGHT_BYTES_MAX
@@ -62,10 +64,14 @@ class Connection:
             fcntl.ioctl(pipe, FIONREAD, size)
             target += size[0]
         start = self._window.w[SENT]
-        while self._poll.poll(0) or self._bytes[PUMPING]:
+        if flags[LATE]:
+            self._nudge()
+        while self._poll.poll(0) or flags[PUMPING] or flags[LATE]:
             if (self._window.w[SENT] - start) & 0xFFFFFFFF >= target:
                 return  # something in the background writes for ever; what was there before is out
             time.sleep(0.0003)
+            if flags[LATE] and not flags[PUMPING]:
+                self._nudge()  # it was read while no cell ran, and put aside a moment ago
 
     def text(self, stream: str, text: str) -> None:
         self.settle()

@@ -28,7 +28,7 @@ from .display import Display
 from .reseed import generation, reseed
 from .streams import Connection, Stream
 from .tracebacks import describe
-from .wire import BUSY, CAUSE, CAUSE_SEQ, COUNT, LATE, LENGTH, PUMPING, SEQ, Window
+from .wire import BUSY, CAUSE, CAUSE_SEQ, COUNT, LENGTH, SEQ, Window
 
 _DESCRIPTORS = socket.SOL_SOCKET, socket.SCM_RIGHTS
 
@@ -73,6 +73,7 @@ class Worker:
         self._display = Display(self._result)
         self._count = 0
         self._in_cell = False
+        self._starting = False
         self._deferred = False
         self._child = False
         self._generation = generation()
@@ -151,6 +152,7 @@ class Worker:
         words[SEQ] = seq
         self._count += 1
         words[COUNT] = self._count
+        self._starting = True
         own.stash_in.sendmsg([LENGTH.pack(seq)], [(*_DESCRIPTORS, LENGTH.pack(fd))])
         flags[BUSY] = 1
         self._hangups.add(fd)
@@ -158,8 +160,6 @@ class Worker:
         if timeout:
             wire.timer_set(own.timer_fd, timeout)
         self._connection.fd = fd
-        if flags[LATE]:
-            self._nudge()
         life = generation()
         if life != self._generation:
             self._generation = life
@@ -177,7 +177,7 @@ class Worker:
                 self._forget()
 
     def _finish(self, fd: int, status: str, timed: bool) -> None:
-        self._in_cell = False
+        self._in_cell = self._starting = False
         connection = self._connection
         while True:
             try:
@@ -209,8 +209,12 @@ class Worker:
         if env:
             before = {name: os.environ.get(name) for name in env}
             os.environ.update(env)
-        self._in_cell = True
         try:
+            self._in_cell = True
+            self._starting = False
+            if self._deferred:
+                self._deferred = False
+                raise KeyboardInterrupt
             if cwd:
                 os.chdir(cwd)
             value = self._interpreter.run(code, self._count)
@@ -253,6 +257,7 @@ class Worker:
                 status, name = "timed_out", "TimeoutError"
                 value = "the cell ran longer than its timeout and was interrupted"
         elif isinstance(error, SystemExit):
+            self._open_stdin()  # exit() closes it
             text += "note: the interpreter goes on, with its variables\n"
         self._stdout.flush()
         self._stderr.flush()
@@ -296,7 +301,7 @@ class Worker:
     def _install(self) -> None:
         sys.stdout = sys.__stdout__ = self._stdout  # type: ignore[assignment,misc]
         sys.stderr = sys.__stderr__ = self._stderr  # type: ignore[assignment,misc]
-        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115, PTH123
+        self._open_stdin()
         sys.argv = [""]
         builtins.input = _no_input
         builtins.display = self._display.display  # type: ignore[attr-defined]
@@ -309,6 +314,10 @@ class Worker:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.register_at_fork(after_in_child=self._after_fork)
         reseed()
+
+    def _open_stdin(self) -> None:
+        """Descriptor 0 is /dev/null."""
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
 
     def _after_fork(self) -> None:
         """In a child that a cell forked (os.fork, multiprocessing): never touch the host's connection."""
@@ -324,17 +333,19 @@ class Worker:
         # A cause of an earlier cell is a signal that came too late. No cause at all: the cell signalled itself.
         if self._busy[CAUSE] and self._words[CAUSE_SEQ] != self._words[SEQ]:
             return
-        if not self._in_cell:
+        if self._starting or self._connection.sending:
+            self._deferred = True  # raised when the code is about to run, or the frame is out
             return
-        if self._connection.sending:
-            self._deferred = True
+        if not self._in_cell:
             return
         raise KeyboardInterrupt
 
     def _nudge(self) -> None:
         """Have the zygote send what it holds for this cell."""
-        if self._busy[LATE] or self._busy[PUMPING]:
-            self._own.control.send(b"N")
+        try:
+            self._own.control.send(b"N", socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # it has enough of them waiting
 
 
 def _read_request(fd: int) -> bytes:

@@ -1,0 +1,168 @@
+"""A variant of a template as it lies on disk: what is in `template.json`, and the key of what went in.
+
+Not here: building one (`templates`). Everything but `load` and `save` is pure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm4agents import limits
+from llm4agents.errors import InvalidRequestError, VersionMismatchError
+from llm4agents.images.cache import digest_of
+from llm4agents.images.spec import TemplateSpec
+from llm4agents.vmm.base import Disk, MachineSpec
+
+FORMAT = 1
+TEMPLATE, SNAPSHOT, UPPER, EMPTY = "template.json", "snapshot", "upper.raw", "upper.qcow2.empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a template's machine is made from; paths of the cache."""
+
+    kernel: Path
+    kernel_release: str
+    kernel_digest: str
+    initrd: Path
+    initrd_digest: str
+    rootfs: Path
+    rootfs_digest: str
+    contents: list[dict[str, Any]]
+
+    def machine(self, vcpus: int, memory_mib: int, upper: Path) -> MachineSpec:
+        return MachineSpec(
+            vcpus=vcpus,
+            memory_mib=memory_mib,
+            kernel=self.kernel,
+            initrd=self.initrd,
+            kernel_release=self.kernel_release,
+            disks=(
+                Disk("root", self.rootfs, "raw", read_only=True),
+                Disk("upper", upper, "raw", read_only=False),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A built template of one shape. `path` is its directory."""
+
+    path: Path
+    name: str
+    key: str
+    vcpus: int
+    memory_mib: int
+    created_at: float
+    rootfs: Path
+    rootfs_digest: str
+    environment: dict[str, str]
+    services: list[str]
+    contents: list[dict[str, Any]]
+    blobs: list[str]
+    """Digests of the cache's blobs that it needs; prune keeps them."""
+
+    @property
+    def snapshot(self) -> Path:
+        return self.path / SNAPSHOT
+
+    def disks(self, overlay: Path) -> tuple[Disk, ...]:
+        return (
+            Disk("root", self.rootfs, "raw", read_only=True),
+            Disk("upper", overlay, "qcow2", read_only=False, backing=self.path / UPPER),
+        )
+
+
+def variant_key(
+    spec: TemplateSpec, parts: Parts, identity: dict[str, str], vcpus: int, memory_mib: int
+) -> str:
+    """Digest of everything a frozen machine depends on: equal keys, equal machines."""
+    return digest_of(
+        {
+            "format": FORMAT,
+            "name": spec.name,
+            "warm": spec.warm_inputs(),
+            "kernel": parts.kernel_digest,
+            "initrd": parts.initrd_digest,
+            "rootfs": parts.rootfs_digest,
+            "identity": identity,
+            "vcpus": vcpus,
+            "memory_mib": memory_mib,
+            "disk_gib": limits.DISK_GIB,
+        }
+    )[:32]
+
+
+def check_shape(vcpus: int, memory_mib: int, cores: int) -> None:
+    """Raises InvalidRequestError for a shape this host cannot give, with what it can."""
+    most = min(limits.VCPUS_MAX, cores)
+    if not limits.VCPUS_MIN <= vcpus <= most:
+        raise InvalidRequestError(
+            f"vcpus={vcpus} is not possible here: {limits.VCPUS_MIN} to {most}",
+            hint=f"this host has {cores} cores",
+        )
+    if (
+        not limits.MEMORY_MIB_MIN <= memory_mib <= limits.MEMORY_MIB_MAX
+        or memory_mib % limits.MEMORY_MIB_STEP
+    ):
+        raise InvalidRequestError(
+            f"memory_mib={memory_mib} is not possible: {limits.MEMORY_MIB_MIN} to {limits.MEMORY_MIB_MAX} "
+            f"in steps of {limits.MEMORY_MIB_STEP}"
+        )
+
+
+def save(variant: Variant, directory: Path) -> None:
+    """Write `template.json` into `directory`, which is then renamed to `variant.path`."""
+    body = {
+        "format": FORMAT,
+        "name": variant.name,
+        "key": variant.key,
+        "vcpus": variant.vcpus,
+        "memory_mib": variant.memory_mib,
+        "created_at": variant.created_at,
+        "rootfs_digest": variant.rootfs_digest,
+        "environment": variant.environment,
+        "services": variant.services,
+        "contents": variant.contents,
+        "blobs": variant.blobs,
+    }
+    with (directory / TEMPLATE).open("x") as file:
+        json.dump(body, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path, blob: Any) -> Variant:
+    """The variant in directory `path`; `blob(digest)` gives a blob's path or None.
+
+    Raises VersionMismatchError when it is not whole, or from a version that wrote it otherwise.
+    """
+    try:
+        body = json.loads((path / TEMPLATE).read_text())
+        if body["format"] != FORMAT:
+            raise ValueError(f"format {body['format']}")
+        rootfs = blob(body["rootfs_digest"])
+        if rootfs is None or not (path / UPPER).is_file() or not (path / EMPTY).is_file():
+            raise ValueError("parts of it are gone")
+        return Variant(
+            path=path,
+            name=str(body["name"]),
+            key=str(body["key"]),
+            vcpus=int(body["vcpus"]),
+            memory_mib=int(body["memory_mib"]),
+            created_at=float(body["created_at"]),
+            rootfs=rootfs,
+            rootfs_digest=str(body["rootfs_digest"]),
+            environment={str(k): str(v) for k, v in body["environment"].items()},
+            services=[str(name) for name in body["services"]],
+            contents=list(body["contents"]),
+            blobs=[str(digest) for digest in body["blobs"]],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VersionMismatchError(
+            f"the template in {path} cannot be used: {error}", hint="llm4agents template build makes it anew"
+        ) from error

@@ -1,0 +1,329 @@
+"""Templates on this node: which there are, and building one (boot, warm, freeze, publish) when it is asked for.
+
+Not here: the parts a template is made of (images), what a variant is on disk (`parts`), clones (`creation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llm4agents import binaries, limits
+from llm4agents.config import Settings
+from llm4agents.engine import contact, parts
+from llm4agents.engine.parts import Parts, Variant
+from llm4agents.errors import (
+    BootError,
+    ConflictError,
+    GuestError,
+    LLM4AgentsError,
+    TemplateNotFoundError,
+    TimedOutError,
+    VersionMismatchError,
+)
+from llm4agents.guest import code
+from llm4agents.guest.verbs import Agent, Service
+from llm4agents.images import disk, spec
+from llm4agents.images.cache import Cache
+from llm4agents.images.initramfs import build_initrd
+from llm4agents.images.kernel import build_kernel
+from llm4agents.images.process import in_thread
+from llm4agents.images.progress import Progress, silent
+from llm4agents.images.rootfs import build_rootfs
+from llm4agents.images.spec import TemplateSpec
+from llm4agents.vmm.base import Driver, Machine, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.qemu import snapshot as snapshots
+from llm4agents.vmm.qemu import table
+
+Shape = tuple[str, int, int]
+"""Name, vCPUs, memory in MiB."""
+
+
+class Templates:
+    """The templates of one cache, for one driver. Remembers what it has verified, so a create looks nothing up."""
+
+    def __init__(self, settings: Settings, driver: Driver) -> None:
+        self.cache = Cache(settings.cache)
+        self._run_dir = settings.run_dir
+        self._driver = driver
+        self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
+        self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
+        self._listeners: dict[Shape, list[Progress]] = {}
+
+    # -- asking for one -----------------------------------------------------------------------------------
+
+    def ready(self, name: str, vcpus: int, memory_mib: int) -> tuple[Variant, Snapshot] | None:
+        """The variant if this process has already verified it; what creates go by."""
+        return self._ready.get((name, vcpus, memory_mib))
+
+    async def variant(
+        self, name: str, vcpus: int, memory_mib: int, progress: Progress = silent, *, rebuild: bool = False
+    ) -> tuple[Variant, Snapshot]:
+        """The variant of that shape, built if there is none that fits; several who ask at once share one build.
+
+        Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError, BootError.
+        """
+        shape = (name, vcpus, memory_mib)
+        if not rebuild and (found := self._ready.get(shape)):
+            return found
+        wanted = spec.get(name)
+        parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
+        task = self._building.get(shape)
+        listeners = self._listeners.setdefault(shape, [])
+        listeners.append(progress)
+        if task is None:
+
+            def tell(step: str, detail: str, fraction: float | None) -> None:
+                for listener in list(listeners):
+                    listener(step, detail, fraction)
+
+            task = asyncio.create_task(self._prepare(wanted, vcpus, memory_mib, tell, rebuild))
+            self._building[shape] = task
+            task.add_done_callback(lambda _: self._building.pop(shape, None))
+        try:
+            # The build goes on for others when one who waits goes away; the last one's going ends it.
+            return await asyncio.shield(task)
+        finally:
+            listeners.remove(progress)
+            if not listeners and not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                    await task
+
+    async def _prepare(
+        self, wanted: TemplateSpec, vcpus: int, memory_mib: int, progress: Progress, rebuild: bool
+    ) -> tuple[Variant, Snapshot]:
+        shape = (wanted.name, vcpus, memory_mib)
+        async with self.cache.building(progress):
+            made_of = await self._parts(wanted, progress, refresh=rebuild)
+            can = await self._driver.capabilities()
+            machine = made_of.machine(vcpus, memory_mib, Path(parts.UPPER))
+            key = parts.variant_key(wanted, made_of, self._driver.identity(machine, can), vcpus, memory_mib)
+            dest = self.cache.templates / wanted.name / "keys" / key
+            async with self.cache.lock(f"template-{key}", progress):
+                found = None if rebuild else self._find(dest)
+                if found is None:
+                    await self._build(wanted, made_of, machine, key, dest, progress)
+                    found = self._find(dest)
+                    if found is None:
+                        raise VersionMismatchError(f"the template just built in {dest} cannot be read")
+        self._ready[shape] = found
+        self._drop_others(found[0])
+        return found
+
+    def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
+        if not (path / parts.TEMPLATE).exists():
+            return None
+        try:
+            return parts.load(path, self.cache.blob), snapshots.load(path / parts.SNAPSHOT)
+        except LLM4AgentsError:
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+
+    def _drop_others(self, kept: Variant) -> None:
+        """Remove variants of the same shape that other inputs made: nothing clones from them any more."""
+        for path in (self.cache.templates / kept.name / "keys").iterdir():
+            if path == kept.path:
+                continue
+            with contextlib.suppress(LLM4AgentsError):
+                other = parts.load(path, self.cache.blob)
+                if (other.vcpus, other.memory_mib) != (kept.vcpus, kept.memory_mib):
+                    continue
+            # Live clones hold its files open and its memory sealed in the server: unlinking takes nothing away.
+            shutil.rmtree(path, ignore_errors=True)
+
+    async def _parts(self, wanted: TemplateSpec, progress: Progress, *, refresh: bool) -> Parts:
+        can = await self._driver.capabilities()
+
+        def refuses(release: str) -> str | None:
+            try:
+                table.check(can.version, release, can.accelerator)
+            except LLM4AgentsError as error:
+                return error.message
+            return None
+
+        kernel = await build_kernel(self.cache, progress, refuses=refuses, refresh=refresh)
+        agent = binaries.path(binaries.AGENT)
+        initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache))
+        rootfs = await build_rootfs(wanted, self.cache, progress, refresh=refresh)
+        return Parts(
+            kernel=kernel.vmlinux,
+            kernel_release=kernel.release,
+            kernel_digest=kernel.digest,
+            initrd=initrd.path,
+            initrd_digest=initrd.digest,
+            rootfs=rootfs.path,
+            rootfs_digest=rootfs.digest,
+            contents=[asdict(content) for content in rootfs.contents],
+        )
+
+    # -- building one -------------------------------------------------------------------------------------
+
+    async def _build(
+        self,
+        wanted: TemplateSpec,
+        made_of: Parts,
+        machine_spec: MachineSpec,
+        key: str,
+        dest: Path,
+        progress: Progress,
+    ) -> None:
+        with self.cache.tmpdir() as tmp:
+            built = tmp / "variant"
+            built.mkdir(mode=0o755)
+            progress("disk", "making the writable disk", None)
+            upper = built / parts.UPPER
+            await disk.make_upper(upper, limits.DISK_GIB << 30)
+            boot = made_of.machine(machine_spec.vcpus, machine_spec.memory_mib, upper)
+            for attempt in range(1, limits.BOOT_TRIES + 1):
+                try:
+                    await self._boot_and_freeze(wanted, boot, built, progress)
+                    break
+                except BootError:
+                    if attempt == limits.BOOT_TRIES:
+                        raise
+                    progress("boot", "the machine did not come up; trying once more", None)
+                    upper.unlink()
+                    await disk.make_upper(upper, limits.DISK_GIB << 30)
+            progress("publish", "writing the template", None)
+            upper.chmod(0o444)
+            await disk.make_overlay(upper, built / parts.EMPTY)
+            variant = Variant(
+                path=dest,
+                name=wanted.name,
+                key=key,
+                vcpus=boot.vcpus,
+                memory_mib=boot.memory_mib,
+                created_at=time.time(),
+                rootfs=made_of.rootfs,
+                rootfs_digest=made_of.rootfs_digest,
+                environment=dict(wanted.environment),
+                services=[service.name for service in wanted.warm_up.services],
+                contents=made_of.contents,
+                blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
+            )
+            parts.save(variant, built)
+            if dest.exists():
+                shutil.rmtree(dest)
+            await in_thread(lambda _: self.cache.publish(built, dest))
+
+    async def _boot_and_freeze(
+        self, wanted: TemplateSpec, boot: MachineSpec, built: Path, progress: Progress
+    ) -> None:
+        ident = f"build-{secrets.token_hex(6)}"
+        run_dir = self._run_dir / "vm" / ident
+        run_dir.mkdir(parents=True, mode=0o700)
+        machine: Machine | None = None
+        try:
+            progress("boot", f"cold boot of {wanted.name}", None)
+            # Past this deadline the shim ends a build whose server has died.
+            deadline = time.time() + limits.BUILD_TIMEOUT_S
+            machine = await self._driver.boot(boot, Placement(ident, run_dir, deadline))
+            agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
+            await warm_up(agent, wanted, progress)
+            progress("freeze", "freezing the machine", None)
+            await agent.freeze(sync=True, drop_caches=False)
+            await agent.session.quiesce()
+            await machine.pause()
+            await machine.snapshot(built / parts.SNAPSHOT)
+            await agent.session.close()
+        except (GuestError, TimedOutError) as error:
+            raise BootError(f"the template {wanted.name} could not be warmed: {error.message}") from error
+        finally:
+            if machine is not None:
+                await asyncio.shield(machine.stop())
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    # -- housekeeping -------------------------------------------------------------------------------------
+
+    def list(self) -> list[Variant]:
+        """Every variant on disk that can be read."""
+        found = []
+        for path in sorted(self.cache.templates.glob("*/keys/*")):
+            with contextlib.suppress(VersionMismatchError):
+                found.append(parts.load(path, self.cache.blob))
+        return found
+
+    async def remove(self, name: str) -> None:
+        """Remove every variant of a template. Its sandboxes live on. Raises TemplateNotFoundError."""
+        directory = self.cache.templates / name
+        if name not in spec.BUILTIN and not directory.is_dir():
+            raise TemplateNotFoundError(f"there is no template {name!r}", hint="llm4agents template ls")
+        if any(shape[0] == name for shape in self._building):
+            raise ConflictError(f"{name} is being built", hint="wait for it, or end the call that builds it")
+        for shape in [shape for shape in self._ready if shape[0] == name]:
+            variant, snapshot = self._ready.pop(shape)
+            await self._driver.release(snapshot.path)
+        await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
+
+    def describe(self, variant: Variant) -> dict[str, Any]:
+        usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
+        return {
+            "name": variant.name,
+            "built": True,
+            "key": variant.key,
+            "vcpus": variant.vcpus,
+            "memory_mib": variant.memory_mib,
+            "bytes": usage,
+            "rootfs_bytes": variant.rootfs.stat().st_size,
+            "created_at": variant.created_at,
+            "packages": variant.contents,
+        }
+
+
+async def warm_up(agent: Agent, wanted: TemplateSpec, progress: Progress = silent) -> None:
+    """Start the services of a template in a booted machine, and run what warms it."""
+    await agent.set_env(dict(wanted.environment))
+    for service in wanted.warm_up.services:
+        progress("warm", f"starting {service.name}", None)
+        await agent.exec(
+            list(service.argv),
+            env=dict(service.env),
+            user=service.user,
+            cwd=service.cwd,
+            service=Service(service.name, service.restore_signal),
+        )
+        if service.ready_socket is not None:
+            await _ready(agent, service.ready_socket, service.ready_timeout_s)
+    steps = wanted.warm_up.steps
+    for index, step in enumerate(steps):
+        progress("warm", " ".join(step.argv)[:60], index / max(1, len(steps)))
+        process = await agent.exec(list(step.argv), user=step.user, timeout_s=step.timeout_s)
+        status = await process.wait()
+        if status.exit_code != 0 and not step.may_fail:
+            raise BootError(
+                f"the template {wanted.name} could not be warmed: {step.argv} ended with {status}"
+            )
+    for index, cell in enumerate(wanted.warm_up.cells):
+        progress("warm", "running Python", index / len(wanted.warm_up.cells))
+        async with contextlib.aclosing(code.run(agent, cell, context="warm-up", timeout_s=120)) as events:
+            async for _ in events:
+                pass
+    if wanted.warm_up.cells:
+        await code.restart(agent, "warm-up")
+        # The first cell of the context that people use; its answer must be in the frozen page cache too.
+        async with contextlib.aclosing(code.run(agent, "None", timeout_s=120)) as events:
+            async for _ in events:
+                pass
+        await code.restart(agent)
+
+
+async def _ready(agent: Agent, path: str, timeout_s: float) -> None:
+    """Wait until something listens on the unix socket `path` in the guest."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        try:
+            (await agent.connect(unix=path)).close()
+            return
+        except LLM4AgentsError as error:
+            if loop.time() > deadline or agent.session.closed.done():
+                raise BootError(f"nothing listens on {path} in the guest after {timeout_s:g} s") from error
+        await asyncio.sleep(0.2)

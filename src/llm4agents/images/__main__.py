@@ -33,8 +33,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, object]:
     template = spec.get(arguments.template)
     cache = Cache(settings().cache)
     cache.sweep()
-    out: Path = arguments.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    out: Path = arguments.out
     times = {}
     async with cache.building(_say):
         began = time.monotonic()
@@ -69,7 +68,10 @@ def main() -> int:
     parser.add_argument("--agent", type=Path, help="an agent binary other than the built one")
     parser.add_argument("--refresh", action="store_true")
     try:
-        sys.stdout.write(json.dumps(asyncio.run(_main(parser.parse_args())), indent=1) + "\n")
+        arguments = parser.parse_args()
+        arguments.out = arguments.out.absolute()
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        sys.stdout.write(json.dumps(asyncio.run(_main(arguments)), indent=1) + "\n")
     except LLM4AgentsError as error:
         sys.stderr.write(f"error: {error}\n{error.details.get('log', '')}")
         return 1

@@ -95,7 +95,7 @@ class Cache:
     # --- from inputs to results
 
     def remember(self, kind: str, key: str, body: dict[str, Any]) -> None:
-        """Write down what the inputs `key` came to; replaces what was known. Everything it names must be published."""
+        """Write down what the inputs `key` came to, over what was known. What it names must be published."""
         dest = self._entry(kind, key)
         with self.tmpdir() as tmp, room(self.root):
             (tmp / "entry").write_text(json.dumps(body, indent=1, sort_keys=True))
@@ -145,7 +145,7 @@ class Cache:
             _remove_tree(path)
 
     def publish(self, tmp: Path, dest: Path) -> bool:
-        """Move a finished directory into place, durably. False (and `tmp` is left) if `dest` is there already."""
+        """Move a finished directory into place, durably. False (`tmp` is left) if `dest` is there already."""
         with room(self.root):
             fsync_tree(tmp)
             dest.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class Cache:
         return [Usage(name, path, tree_bytes(path)) for name, path in parts if path.exists()]
 
     async def prune(self, keep: frozenset[str] = frozenset(), progress: Progress = silent) -> Pruned:
-        """Remove leftovers of dead builds, and blobs that no template variant names and that are not in `keep`.
+        """Remove what dead builds left, and blobs that neither a template variant nor `keep` names.
 
         Index entries that named such a blob go with it. Waits until no build is under way (`building`).
         """
@@ -292,7 +292,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a tree of our own tmp, unless something is mounted in it (a bind mount of /dev is not ours to empty)."""
+    """Remove a tree of our own tmp, unless something is mounted in it (a bound /dev is not ours to empty)."""
     with contextlib.suppress(OSError):
         prefix = f"{path}/"
         mounts = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())

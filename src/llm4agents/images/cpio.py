@@ -1,4 +1,4 @@
-"""A writer of cpio archives in the `newc` form the kernel unpacks an initramfs from. Pure: entries in, bytes out."""
+"""A writer of cpio archives (`newc`, what the kernel unpacks an initramfs from). Pure: entries in, bytes out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def char_device(path: str, major: int, minor: int, mode: int = 0o600) -> Entry:
 
 
 def archive(entries: Iterable[Entry]) -> bytes:
-    """One archive of `entries`, all owned by root, with no time of its own: equal entries give equal bytes."""
+    """One archive of `entries`, all of root's and without a time: equal entries give equal bytes."""
     out = bytearray()
     for number, entry in enumerate(entries, start=1):
         out += _record(number, entry)

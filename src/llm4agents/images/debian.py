@@ -48,7 +48,7 @@ def host(os_release: str | None = None) -> Debian:
         name = facts.get("PRETTY_NAME") or facts.get("ID") or "this system"
         raise HostSetupError(
             f"templates can be built on Debian 12 and 13; this is {name}",
-            hint="use a Debian host, a remote server (LLM4AGENTS_URL), or `template import` of one built elsewhere",
+            hint="use a Debian host, a remote server (LLM4AGENTS_URL), or `template import`",
         )
     number, python = SUPPORTED[codename]
     return Debian(codename, number, python)
@@ -62,7 +62,7 @@ def _read(path: Path) -> str:
 
 
 def select_sources(targets: str, codename: str) -> list[Source]:
-    """Debian's own sources of that release (release, updates, security), of what `apt-get indextargets` lists."""
+    """Of what `apt-get indextargets` lists, Debian's own of that release (itself, updates, security)."""
     suites = {codename, f"{codename}-updates", f"{codename}-security"}
     found: dict[Source, None] = {}
     for line in targets.splitlines():
@@ -86,8 +86,8 @@ async def sources(debian: Debian, cwd: Path) -> list[Source]:
 
 
 _PASSED_ON = re.compile(
-    r"^Acquire::(?:(?:https?|ftp)::(?:Proxy(?:::[^ ]+)?|Verify-Peer|Verify-Host|CaInfo|CAInfo|Timeout)|Check-Valid-Until"
-    r'|Check-Date|Retries|ForceIPv4|ForceIPv6) "[^"]*";$'
+    r"^Acquire::(?:(?:https?|ftp)::(?:Proxy(?:::[^ ]+)?|Verify-Peer|Verify-Host|CaInfo|CAInfo|Timeout)"
+    r'|Check-Valid-Until|Check-Date|Retries|ForceIPv4|ForceIPv6) "[^"]*";$'
 )
 
 
@@ -131,7 +131,11 @@ async def download(package: str, version: str, directory: Path) -> Path:
     """Fetch one .deb into `directory` through apt, which checks it against the signed lists."""
     argv = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", f"{package}={version}"]
     await run(argv, cwd=directory, needed_bytes=200_000_000)
-    found = list(directory.glob(f"{package}_*.deb"))
+    found = _debs(directory, package)
     if len(found) != 1:
         raise HostSetupError(f"apt-get download of {package} {version} left {len(found)} files, not one")
     return found[0]
+
+
+def _debs(directory: Path, package: str) -> list[Path]:
+    return list(directory.glob(f"{package}_*.deb"))

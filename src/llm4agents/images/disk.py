@@ -12,10 +12,11 @@ from llm4agents.images.cache import fsync
 from llm4agents.images.process import room
 
 _UUID = "4c344167-656e-7401-8000-000000000002"
-# No metadata checksums and no 64-bit block numbers: both cost work per write and 5 GiB needs neither. The journal
-# is small; inode tables are written at once as holes, so that no thread of the guest's does it later.
+# No metadata checksums and no 64-bit block numbers: both cost work per write and 5 GiB needs neither. Without
+# checksums of groups there is no lazy initialisation either, so no thread of the guest's fills inode tables in;
+# with `discard` mke2fs leaves them as the holes they are.
 _FEATURES = "^metadata_csum,^64bit,^resize_inode,sparse_super2"
-_EXTENDED = f"lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0,hash_seed={_UUID}"
+_EXTENDED = f"lazy_journal_init=1,discard,root_owner=0:0,hash_seed={_UUID}"
 JOURNAL_MIB = 16
 
 
@@ -24,8 +25,7 @@ async def make_upper(path: Path, size_bytes: int) -> None:
 
     `path` must not exist; it appears whole. Raises ConflictError, HostSetupError, CapacityError.
     """
-    if path.exists():
-        raise ConflictError(f"{path} exists")
+    _check(path, there=False)
     tmp = path.with_name(f".{path.name}.{os.getpid()}")
     seed = path.with_name(f".{path.name}.{os.getpid()}.d")
     try:
@@ -34,7 +34,7 @@ async def make_upper(path: Path, size_bytes: int) -> None:
                 (seed / name).mkdir(parents=True, mode=0o755)
             with tmp.open("xb") as file:
                 file.truncate(size_bytes)
-        argv = ["mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-b", "4096", "-I", "256", "-i", "32768"]
+        argv = ["mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-b", "4096", "-I", "256", "-i", "16384"]
         argv += ["-U", _UUID, "-L", "upper", "-J", f"size={JOURNAL_MIB}", "-O", _FEATURES, "-E", _EXTENDED]
         await process.run([*argv, "-d", str(seed), str(tmp)], cwd=path.parent, needed_bytes=64_000_000)
         fsync(tmp)
@@ -46,9 +46,8 @@ async def make_upper(path: Path, size_bytes: int) -> None:
 
 
 async def make_overlay(backing: Path, path: Path) -> None:
-    """An empty qcow2 over the raw `backing`, named absolutely, so that a copy of the overlay works anywhere."""
-    if not backing.is_file():
-        raise ConflictError(f"{backing} is not there")
+    """An empty qcow2 over the raw `backing`, named absolutely, so that a copy of it works anywhere."""
+    backing = _check(backing, there=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}")
     # Small clusters would cost metadata, large ones copy much for a small write; subclusters give both.
     options = "extended_l2=on,cluster_size=128k,lazy_refcounts=on"
@@ -61,7 +60,7 @@ async def make_overlay(backing: Path, path: Path) -> None:
         "-F",
         "raw",
         "-b",
-        str(backing.resolve()),
+        str(backing),
         "-o",
         options,
     ]
@@ -86,3 +85,9 @@ def clone_overlay(empty: Path, path: Path) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def _check(path: Path, *, there: bool) -> Path:
+    if path.exists() != there:
+        raise ConflictError(f"{path} {'is not there' if there else 'exists'}")
+    return path.resolve()

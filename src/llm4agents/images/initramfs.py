@@ -23,7 +23,7 @@ class Initrd:
 
 
 def assemble(agent: bytes, modules: list[tuple[str, bytes]]) -> bytes:
-    """The archive: `/init`, `/modules/NAME.ko`, and `/modules.order` with their absolute paths in load order. Pure."""
+    """The archive: `/init`, `/modules/NAME.ko`, and `/modules.order`, their paths in load order. Pure."""
     order = "".join(f"/{MODULES_DIRECTORY}/{name}.ko\n" for name, _ in modules)
     return cpio.archive(
         [

@@ -1,4 +1,4 @@
-"""The guest's kernel: the distribution's cloud kernel package, its ELF taken out, the modules it needs beside it.
+"""The guest's kernel: the ELF out of the distribution's cloud kernel package, and the modules a guest needs.
 
 No kernel is compiled. What goes into the initramfs with them is `initramfs`.
 """

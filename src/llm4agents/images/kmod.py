@@ -27,7 +27,7 @@ WANTED: tuple[str, ...] = (
     "vmw_vsock_virtio_transport_common",
     "vmw_vsock_virtio_transport",
 )
-"""No virtio_net: this version's guests have a NIC slot (so that a clone may get one later) and no driver for it."""
+"""No virtio_net: guests have a NIC slot (so that a clone may get one later) but, yet, no driver for it."""
 OPTIONAL: tuple[str, ...] = ("crc32c_generic",)
 """Asked for by name by what is above where a kernel has them at all; newer ones have no such module."""
 
@@ -52,7 +52,7 @@ def builtin_names(modules_builtin: str) -> frozenset[str]:
 
 
 def modinfo(elf: bytes) -> dict[str, str]:
-    """The key=value pairs of a module's .modinfo (first value of each key). Raises HostSetupError if it has none."""
+    """The key=value pairs of a module's .modinfo, the first of each key. HostSetupError if it has none."""
     try:
         if elf[:6] != b"\x7fELF\x02\x01":
             raise ValueError("not a little-endian 64-bit ELF")

@@ -1,4 +1,4 @@
-"""Everything of ours that goes over Debian's files in a root file system, as one tar. Not for how it gets there.
+"""What of ours goes over Debian's files in a root file system, as one tar. Not for how it gets there.
 
 Written straight into a tar, so that owners and modes are what they should be whoever builds, and nothing of a
 wheel is ever a file on the host.
@@ -105,7 +105,7 @@ def write_overlay(
     certificates: dict[str, bytes],
     cancel: Cancel,
 ) -> list[WheelInfo]:
-    """Write the tar for `spec`; returns what the wheels are. Raises HostSetupError for a wheel that is not in order."""
+    """Write the tar for `spec`; returns what the wheels are. HostSetupError for one that is not in order."""
     infos: list[WheelInfo] = []
     overlay = Overlay(path)
     try:

@@ -1,4 +1,4 @@
-"""Running the host's tools (mmdebstrap, apt-get, mkfs.erofs…) and work in threads, so that they can be cancelled.
+"""Running the host's tools (mmdebstrap, apt-get, mkfs.erofs…) and work in threads, cancellably.
 
 Every tool is the leader of a process group of its own that ends with the call, is told to end when we die,
 and has the tail of what it printed in the error when it fails. A full disk, whoever meets it, is a
@@ -113,8 +113,8 @@ async def run(
 ) -> bytes:
     """Run `argv` to its end and return its stdout. `cwd` is also whose disk is meant when there is no room.
 
-    stderr lines go to `on_line` as they come. Raises HostSetupError when the tool is missing or fails (its log's
-    tail in `details`), CapacityError when it ran out of disk. Cancelled: the whole group is ended first.
+    stderr lines go to `on_line` as they come. Raises HostSetupError when the tool is missing or fails (its
+    log's tail in `details`), CapacityError when it ran out of disk. Cancelled: the whole group is ended first.
     """
     command = [tool("setpriv"), "--pdeathsig", "TERM", "--", tool(argv[0]), *argv[1:]]
     environment = {**os.environ, "PATH": PATH, "LC_ALL": "C.UTF-8", **(env or {})}
@@ -230,5 +230,5 @@ async def in_thread(work: Callable[[Cancel], T]) -> T:
         cancel.set()
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # its InterruptedError is ours; without this asyncio reports it as never retrieved
+            task.exception()  # its InterruptedError is ours, and taken, else asyncio would complain
         raise

@@ -1,4 +1,4 @@
-"""What a template is, as data: packages, files, environment, and how its machine is warmed before the freeze. Pure.
+"""What a template is, as data: packages, files, environment, and how its machine is warmed up. Pure.
 
 `rootfs` builds the root file system of a spec; the engine boots it, runs the warm-up and freezes it.
 `{python}` in a path stands for the version of the guest's python3 (3.11, 3.13).
@@ -16,6 +16,7 @@ from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
 
 RUNNER_DIRECTORY = "/usr/lib/llm4agents/runner"
 PYTHON_SOCKET = "/run/llm4agents/python.sock"
+PYTHON_READY = "/run/llm4agents/python.ready"
 HOME = "/home/user"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 
@@ -31,7 +32,8 @@ class File:
 class Service:
     """A process that lives in the frozen machine and so in every clone, started by exec with `service=…`.
 
-    It is ready when `ready_socket` (in the guest) can be connected to; None = at once.
+    It is ready when `ready_file` exists in the guest, JSON `{"problems": [str]}`: any problem fails the build.
+    None: at once. A `ready_socket` must take connections by then.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Service:
     cwd: str | None = None
     restore_signal: int | None = None
     """Sent by `post_restore` while the service is still frozen: draw new random state."""
+    ready_file: str | None = None
     ready_socket: str | None = None
     ready_timeout_s: float = 60.0
 
@@ -57,12 +60,10 @@ class WarmStep:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """In this order: services are started and waited for, steps run, cells run; then the machine is frozen."""
+    """In this order: services are started and waited for, steps are run; then the machine is frozen."""
 
     services: tuple[Service, ...] = ()
     steps: tuple[WarmStep, ...] = ()
-    cells: tuple[str, ...] = ()
-    """Python run through the interpreter in a context that is restarted afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,39 @@ BASE = TemplateSpec(
 PRELOAD = ("numpy", "pandas", "matplotlib.pyplot", "IPython.core.interactiveshell")
 """What the interpreter has imported before it is frozen; every context is forked from it."""
 
+_WARM_FILE = "/usr/lib/llm4agents/warm.py"
+_WARM_CELLS = """\
+# What first cells usually do, run once before the freeze; see the interpreter's --warm.
+# %%
+import numpy, pandas
+print(1 + 1)
+41 + 1
+# %%
+import pandas as pd
+_f = pd.DataFrame({"a": range(10), "b": ["x", "y"] * 5, "c": pd.date_range("2025-01-01", periods=10)})
+_f.groupby("b").a.mean()
+_f.describe()
+_f.head()
+# %%
+import io
+pd.read_csv(io.StringIO("a,b\\n1,2\\n3,4\\n")).sum()
+# %%
+import matplotlib.pyplot as plt
+plt.plot([1, 2, 3])
+plt.title("warm")
+plt.show()
+# %%
+import sqlite3
+sqlite3.connect(":memory:").execute("select 1").fetchall()
+# %%
+try:
+    raise ValueError("warm")
+except ValueError as error:
+    print(error)
+# %%
+!true
+"""
+
 PYTHON = TemplateSpec(
     name="python",
     description="base with CPython, numpy, pandas, matplotlib, scipy, pyarrow, duckdb and SQL drivers",
@@ -180,6 +214,7 @@ PYTHON = TemplateSpec(
         "sqlalchemy/testing",
     ),
     runner=True,
+    files=(File(_WARM_FILE, _WARM_CELLS),),
     environment=MappingProxyType(
         {
             **_ENVIRONMENT,
@@ -196,24 +231,26 @@ PYTHON = TemplateSpec(
         services=(
             Service(
                 name="python",
-                argv=("/usr/bin/python3", RUNNER_DIRECTORY),
+                argv=(
+                    "/usr/bin/python3",
+                    "-I",
+                    f"{RUNNER_DIRECTORY}/zygote.py",
+                    "--socket",
+                    PYTHON_SOCKET,
+                    "--preload",
+                    ",".join(PRELOAD),
+                    "--warm",
+                    _WARM_FILE,
+                    "--ready",
+                    PYTHON_READY,
+                ),
                 restore_signal=12,  # SIGUSR2: reseed
+                ready_file=PYTHON_READY,
                 ready_socket=PYTHON_SOCKET,
                 ready_timeout_s=120.0,
             ),
         ),
         steps=(*_BASE_STEPS, WarmStep(("/usr/bin/python3", "-c", "pass"))),
-        cells=(
-            "import numpy, pandas\nprint(1 + 1)\n41 + 1",
-            "import pandas as pd\n"
-            "_f = pd.DataFrame({'a': range(10), 'b': ['x', 'y'] * 5, 'c': pd.date_range('2025-01-01', periods=10)})\n"
-            "_f.groupby('b').a.mean()\n_f.describe()\n_f.head()",
-            "import io\npd.read_csv(io.StringIO('a,b\\n1,2\\n3,4\\n')).sum()",
-            "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.title('warm')\nplt.show()",
-            "import sqlite3\nsqlite3.connect(':memory:').execute('select 1').fetchall()",
-            "raise ValueError('warm')",
-            "!true",
-        ),
     ),
     build_bytes=4_000_000_000,
     rootfs_bytes=900_000_000,
@@ -234,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 def get(name: str) -> TemplateSpec:
-    """The built-in spec of that name. Raises InvalidRequestError for a bad name, TemplateNotFoundError for none."""
+    """The built-in spec of that name. InvalidRequestError for a bad name, TemplateNotFoundError for none."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(f"{name!r} cannot be a template's name (a-z, 0-9, '.', '_', '-')")
     if name not in BUILTIN:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llm4agents.errors import HostSetupError
-from llm4agents.images.process import Cancel, run
+from llm4agents.images.process import Cancel, in_thread, run
 from llm4agents.images.progress import Progress
 
 WHEEL_BYTES_MAX = 2_147_483_648
@@ -76,7 +76,7 @@ async def download(lock: Path, python: str, directory: Path, progress: Progress)
 
     Raises HostSetupError (no pip, no network, a hash that differs), CapacityError.
     """
-    wanted = locked(lock.read_text())
+    wanted = await in_thread(lambda _: locked(lock.read_text()))
     tag = python.replace(".", "")
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR[python], 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
@@ -95,7 +95,7 @@ async def download(lock: Path, python: str, directory: Path, progress: Progress)
         argv += ["--platform", platform]
     progress("wheels", f"downloading {len(wanted)} Python packages", 0.0)
     await run([*argv, "-d", str(directory), "-r", str(lock)], cwd=directory, needed_bytes=400_000_000)
-    wheels = sorted(directory.glob("*.whl"))
+    wheels = await in_thread(lambda _: sorted(directory.glob("*.whl")))
     size = sum(path.stat().st_size for path in wheels)
     got = {normalised(path.name.split("-")[0]) for path in wheels}
     if got != set(wanted):

@@ -153,7 +153,7 @@ impl Agent {
             self.produce();
             if self.writable && !self.out.is_empty() {
                 self.out.flush(|bytes| self.channel.write(bytes))?;
-                self.writable = self.out.is_empty();
+                self.set_writable(self.out.is_empty())?;
             }
             if self.power_off && self.out.is_empty() {
                 return Ok(());
@@ -179,7 +179,9 @@ impl Agent {
         match token >> 32 & 0xFF {
             CHANNEL => {
                 self.readable |= events & (IN | HUP | RDHUP) != 0;
-                self.writable = true;
+                if events & OUT != 0 {
+                    self.set_writable(true)?;
+                }
             }
             ACCEPT => {
                 if self.channel.accept(&self.epoll, CHANNEL << 32).unwrap_or(false) {
@@ -196,6 +198,14 @@ impl Agent {
             FREEZER => self.freezer(),
             part if token >> 40 == u64::from(self.session & 0xFF_FFFF) => self.stream_event(token as u32, part, events),
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn set_writable(&mut self, writable: bool) -> io::Result<()> {
+        if self.writable != writable {
+            self.writable = writable;
+            self.channel.want_write(&self.epoll, CHANNEL << 32, !writable)?;
         }
         Ok(())
     }

@@ -53,9 +53,8 @@ impl Channel {
     }
 
     pub fn register(&self, epoll: &Epoll, data: u64, accept: u64) -> io::Result<()> {
-        let events = IN | OUT | RDHUP | EDGE;
         match self {
-            Self::Port(fd) | Self::Socket(fd) => epoll.add(fd.as_raw_fd(), events, data),
+            Self::Port(fd) | Self::Socket(fd) => epoll.add(fd.as_raw_fd(), IN | RDHUP | EDGE, data),
             Self::Vsock { listener, .. } => epoll.add(listener.as_raw_fd(), IN, accept),
         }
     }
@@ -69,9 +68,15 @@ impl Channel {
             let fd = cvt(libc::accept4(listener.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), flags))?;
             OwnedFd::from_raw_fd(fd)
         };
-        epoll.add(fd.as_raw_fd(), IN | OUT | RDHUP | EDGE, data)?;
+        epoll.add(fd.as_raw_fd(), IN | RDHUP | EDGE, data)?;
         *peer = Some(fd);
         Ok(true)
+    }
+
+    /// Whether to be woken when writing is possible: each write that drains is an edge, so only while it is not.
+    pub fn want_write(&self, epoll: &Epoll, data: u64, wanted: bool) -> io::Result<()> {
+        let events = IN | RDHUP | EDGE | if wanted { OUT } else { 0 };
+        self.fd().map_or(Ok(()), |fd| epoll.modify(fd, events, data))
     }
 
     fn fd(&self) -> Option<i32> {

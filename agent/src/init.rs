@@ -4,7 +4,7 @@
 use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
-use crate::restore::{put, set_hostname, BOOT_ID, RUN};
+use crate::restore::{link_names, put, set_hostname, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
 use std::fs;
@@ -279,7 +279,7 @@ fn settle() -> Step<()> {
         let _ = fs::write(format!("/proc/sys/{name}"), value); // not every kernel has every one
     }
     loopback().doing("set lo up")?;
-    set_hostname(HOSTNAME).map_err(|failure| failure.message)?;
+    link_names().and_then(|()| set_hostname(HOSTNAME)).map_err(|failure| failure.message)?;
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     put(BOOT_ID, boot_id.as_bytes()).map_err(|failure| failure.message)?;
     // So that what asks the kernel hears of each clone's own boot id too.

@@ -106,9 +106,18 @@ impl Epoll {
     }
 
     pub fn add(&self, fd: RawFd, events: u32, token: u64) -> io::Result<()> {
+        self.control(libc::EPOLL_CTL_ADD, fd, events, token)
+    }
+
+    /// Wait for other events of a descriptor; those that are so already count as an edge.
+    pub fn modify(&self, fd: RawFd, events: u32, token: u64) -> io::Result<()> {
+        self.control(libc::EPOLL_CTL_MOD, fd, events, token)
+    }
+
+    fn control(&self, how: libc::c_int, fd: RawFd, events: u32, token: u64) -> io::Result<()> {
         let mut event = libc::epoll_event { events, u64: token };
         // SAFETY: the event lives through the call.
-        unsafe { cvt(libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event)).map(drop) }
+        unsafe { cvt(libc::epoll_ctl(self.0.as_raw_fd(), how, fd, &mut event)).map(drop) }
     }
 
     /// Wait, for ever when `timeout_ms` is -1.

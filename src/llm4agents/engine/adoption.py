@@ -1,0 +1,111 @@
+"""What a new server does with what an old one left: takes over machines that live, ends and records the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from llm4agents import limits
+from llm4agents.engine import clock, contact, lifecycle
+from llm4agents.engine.creation import Places
+from llm4agents.engine.live import Live
+from llm4agents.errors import LLM4AgentsError
+from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm.base import Driver, Machine, MachineRecord
+from llm4agents.vmm.shim import read_exit
+
+log = structlog.get_logger()
+
+
+async def adopt_all(
+    store: Store,
+    driver: Driver,
+    places: Places,
+    on_deadline: Callable[[Live, str], None],
+    free_bytes: Callable[[], int],
+) -> list[Live]:
+    """Every sandbox of the store that lives on, taken over; the others are ended, with their reason. No orphans."""
+    adopted = []
+    for row in store.alive():
+        live = None
+        machine = await _machine(row, driver)
+        why = "its server died while it was being created"
+        if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE:
+            try:
+                agent = await contact.greet(machine, timeout=limits.HELLO_TIMEOUT_S, dirty=True)
+                live = Live(row, machine, agent, on_deadline, free_bytes)
+            except LLM4AgentsError as error:
+                why = f"could not be taken over: {error.message}"
+        if live is not None:
+            live.watch_deadlines()
+            adopted.append(live)
+            log.info("adopted", sandbox=row.id)
+            continue
+        if machine is not None:
+            await machine.stop()
+        _record_end(row, store, places, why, adoptable=row.state in lifecycle.ADOPTABLE)
+    _sweep(places, {live.row.id for live in adopted})
+    return adopted
+
+
+async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:
+    if row.record is None:
+        return None
+    with contextlib.suppress(LLM4AgentsError, KeyError, TypeError):
+        return await driver.adopt(MachineRecord.from_json(row.record))
+    return None
+
+
+def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adoptable: bool) -> None:
+    ended = read_exit(places.run(row.id))
+    now = clock.stamp()
+    if row.ending is not None:
+        state, reason = "killed", row.ending
+    elif ended.reason == "deadline":
+        state, reason = "killed", "deadline"
+    elif ended.reason == "lost" or not adoptable:
+        state, reason = (
+            "failed",
+            why if not adoptable else "its machine is gone (the host may have restarted)",
+        )
+    else:
+        state, reason = "failed", f"the machine {contact.exit_words(ended)}"
+    store.transition(row, state, reason, now, ended_at=now.wall_s, record=None)
+    places.remove(row.id)
+    log.info("ended", sandbox=row.id, state=state, reason=reason)
+
+
+def _sweep(places: Places, alive: set[str]) -> None:
+    """End machines and remove directories that no sandbox of the store has: half-made creates and builds."""
+    for pid in _shims_below(places.machines):
+        directory = _cwd_of(pid)
+        if directory is not None and directory.name not in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # its VMM goes with it
+    for parent in (places.machines, places.sandboxes):
+        for path in parent.iterdir() if parent.is_dir() else []:
+            if path.name not in alive:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _shims_below(machines: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            directory = _cwd_of(int(entry.name))
+            if directory is not None and directory.parent == machines:
+                found.append(int(entry.name))
+    return found
+
+
+def _cwd_of(pid: int) -> Path | None:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
+    except OSError:
+        return None

@@ -1,0 +1,121 @@
+"""The create path: from a verified template to a running sandbox, and what is undone when that fails.
+
+What we are measured on, so: nothing here waits for a disk, and the store, the overlay and the VMM's start overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from llm4agents import limits
+from llm4agents.engine import clock, contact
+from llm4agents.engine.live import Live
+from llm4agents.engine.parts import Variant
+from llm4agents.errors import BootError, LLM4AgentsError
+from llm4agents.images import disk
+from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm.base import Driver, Machine, Placement, Snapshot
+
+CREATE_GRACE_S = 60.0
+"""The deadline of a machine whose creation is not finished: a server that dies then leaves it that long."""
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def new_id() -> str:
+    return "sbx_" + "".join(secrets.choice(_ALPHABET) for _ in range(20))
+
+
+def host_name(sandbox: str) -> str:
+    """The guest's host name: a DNS label, so no underscore."""
+    return sandbox.replace("_", "-")
+
+
+class Places:
+    """Where a sandbox's things are on this host."""
+
+    def __init__(self, state: Path, run_dir: Path) -> None:
+        self.sandboxes = state / "sandboxes"
+        self.machines = run_dir / "vm"
+
+    def disk(self, sandbox: str) -> Path:
+        return self.sandboxes / sandbox / "upper.qcow2"
+
+    def run(self, sandbox: str) -> Path:
+        return self.machines / sandbox
+
+    def remove(self, sandbox: str) -> None:
+        """Everything of a sandbox whose machine has ended. Idempotent."""
+        for path in (self.sandboxes / sandbox, self.machines / sandbox):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+async def create(
+    row: SandboxRow,
+    variant: Variant,
+    snapshot: Snapshot,
+    env: Mapping[str, str],
+    *,
+    driver: Driver,
+    store: Store,
+    places: Places,
+    on_deadline: Callable[[Live, str], None],
+    free_bytes: Callable[[], int],
+) -> Live:
+    """Clone the template for `row` (not stored yet). On failure nothing is left but a row in state `failed`."""
+    store.add(row, clock.stamp())
+    machine: Machine | None = None
+    try:
+        run_dir, overlay = places.run(row.id), places.disk(row.id)
+        run_dir.mkdir(mode=0o700)
+        overlay.parent.mkdir(mode=0o700)
+        disk.clone_overlay(variant.path / "upper.qcow2.empty", overlay)
+        deadline = clock.wall_s() + CREATE_GRACE_S
+        async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+            machine = await driver.restore(
+                snapshot, Placement(row.id, run_dir, deadline), variant.disks(overlay)
+            )
+            store.change(row, record=machine.record.to_json())
+            await machine.resume()
+            agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
+            boot_id = secrets.token_hex(16)
+            await agent.post_restore(
+                entropy=os.urandom(64),
+                unix_ns=time.time_ns(),
+                hostname=host_name(row.id),
+                machine_id=secrets.token_hex(16),
+                boot_id=boot_id,
+                env={**variant.environment, **env},
+            )
+        now = clock.stamp()
+        store.transition(row, "running", None, now, boot_id=boot_id, started_at=now.wall_s)
+        live = Live(row, machine, agent, on_deadline, free_bytes)
+        live.watch_deadlines()
+        return live
+    except BaseException as error:
+        await asyncio.shield(_undo(row, machine, error, store, places))
+        if isinstance(error, TimeoutError) and not isinstance(error, LLM4AgentsError):
+            raise BootError(
+                f"the clone of {row.template} did not answer within {limits.RESTORE_TIMEOUT_S:g} s",
+                hint="the host may be overloaded; try again",
+            ) from error
+        raise
+
+
+async def _undo(
+    row: SandboxRow, machine: Machine | None, error: BaseException, store: Store, places: Places
+) -> None:
+    if machine is not None:
+        with contextlib.suppress(LLM4AgentsError):
+            await machine.stop()
+    places.remove(row.id)
+    cancelled = isinstance(error, asyncio.CancelledError)
+    reason = "cancelled" if cancelled else f"create failed: {error}"[:500]
+    now = clock.stamp()
+    store.transition(row, "killed" if cancelled else "failed", reason, now, ended_at=now.wall_s, record=None)

@@ -1,0 +1,289 @@
+"""The engine: every sandbox of one node, and what can be asked of it. One per server, on one event loop.
+
+Not here: HTTP (api), how each step is done (`creation`, `adoption`, `live`, `templates`, `calls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from llm4agents import limits
+from llm4agents.config import Settings
+from llm4agents.engine import admission, adoption, clock, contact, creation, lifecycle, parts
+from llm4agents.engine.creation import Places
+from llm4agents.engine.live import Live
+from llm4agents.engine.templates import Templates
+from llm4agents.errors import (
+    HostSetupError,
+    LLM4AgentsError,
+    ProtocolError,
+    SandboxDiedError,
+    SandboxNotFoundError,
+    ServerUnavailableError,
+)
+from llm4agents.guest.verbs import Agent
+from llm4agents.images.progress import Progress, silent
+from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm.base import Capabilities
+from llm4agents.vmm.qemu.driver import QemuDriver
+
+log = structlog.get_logger()
+
+FORGET_S = 30 * 86_400
+"""How long ended sandboxes are listed; their events stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller wants of a new sandbox. Seconds; MiB."""
+
+    template: str = limits.DEFAULT_TEMPLATE
+    idle_timeout_s: float = limits.IDLE_TIMEOUT_S
+    life_s: float = limits.LIFE_S_MAX
+    vcpus: int = limits.DEFAULT_VCPUS
+    memory_mib: int = limits.DEFAULT_MEMORY_MIB
+    env: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    require_kvm: bool = False
+
+
+class Engine:
+    """Open it with `start`, end it with `close`. All methods belong to one event loop."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self.settings = settings
+        self.store = store
+        self.driver = QemuDriver(settings)
+        self.templates = Templates(settings, self.driver)
+        self.places = Places(settings.state, settings.run_dir)
+        self.creating = 0
+        self._live: dict[str, Live] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    # -- the engine's own life ----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take over what an old server left. Works on a host without a VMM too: then nothing can be created."""
+        for directory in (self.places.machines, self.places.sandboxes):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        await asyncio.to_thread(self.templates.cache.sweep)
+        for live in await adoption.adopt_all(
+            self.store, self.driver, self.places, self._on_deadline, self._free_bytes
+        ):
+            self._enter(live)
+        self.store.forget_ended(clock.wall_s() - FORGET_S)
+
+    async def close(self, *, keep: bool) -> None:
+        """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
+        self._closing = True
+        if keep:
+            await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
+        else:
+            await asyncio.gather(*(self.kill(sandbox, "server stopped") for sandbox in list(self._live)))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.driver.close()
+
+    async def _leave(self, live: Live) -> None:
+        live.ending = True
+        live.stop_watching()
+        with contextlib.suppress(LLM4AgentsError):
+            await live.machine.set_deadline(
+                min(live.row.life_ends_at, clock.wall_s() + live.row.idle_timeout_s)
+            )
+            await live.agent.session.quiesce(timeout=2.0)
+        with contextlib.suppress(LLM4AgentsError):
+            await live.agent.session.close()
+        await live.machine.detach()
+
+    @property
+    def alive(self) -> int:
+        """How many sandboxes live or are being made."""
+        return len(self._live) + self.creating
+
+    # -- sandboxes ----------------------------------------------------------------------------------------
+
+    async def create(self, wish: Wish, progress: Progress = silent) -> SandboxRow:
+        """A running sandbox. Builds the template first if it must, which `progress` tells.
+
+        Raises InvalidRequestError, TemplateNotFoundError, CapacityError, HostSetupError, BootError.
+        """
+        if self._closing:
+            raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        can = await self.driver.capabilities()
+        if can.accelerator != "kvm" and (wish.require_kvm or self.settings.require_kvm):
+            raise HostSetupError(
+                f"KVM is required and cannot be used: {can.why_not_kvm}",
+                hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
+            )
+        parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
+        admission.admit(admission.host(self.settings.state), wish.memory_mib)
+        self.creating += 1
+        try:
+            shape = (wish.template, wish.vcpus, wish.memory_mib)
+            variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
+            now = clock.wall_s()
+            row = SandboxRow(
+                id=creation.new_id(),
+                template=wish.template,
+                template_key=variant.key,
+                state="creating",
+                created_at=now,
+                life_ends_at=now + wish.life_s,
+                idle_timeout_s=wish.idle_timeout_s,
+                vcpus=wish.vcpus,
+                memory_mib=wish.memory_mib,
+                disk_gib=limits.DISK_GIB,
+                metadata=dict(wish.metadata),
+                accelerator=can.accelerator,
+            )
+            live = await creation.create(
+                row,
+                variant,
+                snapshot,
+                wish.env,
+                driver=self.driver,
+                store=self.store,
+                places=self.places,
+                on_deadline=self._on_deadline,
+                free_bytes=self._free_bytes,
+            )
+            self._enter(live)
+            return live.row
+        finally:
+            self.creating -= 1
+            if self.store.checkpoint_due():
+                self._spawn(asyncio.to_thread(self.store.checkpoint))
+
+    def get(self, sandbox: str) -> SandboxRow:
+        """The row of a sandbox, alive or ended. Raises SandboxNotFoundError."""
+        if (live := self._live.get(sandbox)) is not None:
+            return live.row
+        row = self.store.get(sandbox)
+        if row is None:
+            raise SandboxNotFoundError(f"there is no sandbox {sandbox}", hint="llm4agents ls shows them")
+        return row
+
+    def live(self, sandbox: str) -> Live:
+        """The running sandbox. Raises SandboxNotFoundError, SandboxDiedError (with why it ended)."""
+        live = self._live.get(sandbox)
+        if live is None:
+            row = self.get(sandbox)
+            raise SandboxDiedError(
+                f"{sandbox} {lifecycle.why_not(row.state, 'use')}"  # type: ignore[arg-type]
+                + (f": {row.reason}" if row.reason else ""),
+                hint="create a new sandbox",
+            )
+        return live
+
+    @contextlib.asynccontextmanager
+    async def use(self, sandbox: str, what: str) -> AsyncIterator[Agent]:
+        """The agent of a running sandbox, which is held open meanwhile. See `Live.use`."""
+        async with self.live(sandbox).use(what) as agent:
+            yield agent
+
+    def set_timeout(self, sandbox: str, idle_timeout_s: float) -> SandboxRow:
+        """Change the idle timeout, counted from now."""
+        live = self.live(sandbox)
+        self.store.change(live.row, idle_timeout_s=idle_timeout_s)
+        live.last_used_s = clock.boottime_s()
+        live.watch_deadlines()
+        return live.row
+
+    async def kill(self, sandbox: str, reason: str = "killed by request") -> SandboxRow:
+        """End a sandbox; one that has ended stays as it is. Raises SandboxNotFoundError."""
+        live = self._live.get(sandbox)
+        if live is None:
+            return self.get(sandbox)
+        await self._end(live, "killed", reason)
+        return live.row
+
+    async def _end(self, live: Live, state: str, reason: str) -> None:
+        if live.ending:
+            await live.ended.wait()
+            return
+        live.ending = True
+        live.stop_watching()
+        # Written before the act: a server that dies in between leaves its successor the intent.
+        self.store.change(live.row, ending=reason)
+        live.end_error = live.end_error or SandboxDiedError(f"{live.row.id} ended: {reason}")
+        try:
+            with contextlib.suppress(LLM4AgentsError):
+                await asyncio.shield(live.machine.stop())
+            with contextlib.suppress(LLM4AgentsError):
+                await live.agent.session.close()
+            now = clock.stamp()
+            self.store.transition(live.row, state, reason, now, ended_at=now.wall_s, record=None)
+            self.places.remove(live.row.id)
+            log.info("ended", sandbox=live.row.id, state=state, reason=reason)
+        finally:
+            self._live.pop(live.row.id, None)
+            live.ended.set()
+
+    def _on_deadline(self, live: Live, reason: str) -> None:
+        self._spawn(self._end(live, "killed", reason))
+
+    # -- watching ------------------------------------------------------------------------------------------
+
+    def _enter(self, live: Live) -> None:
+        self._live[live.row.id] = live
+        self._spawn(self._watch_machine(live))
+        self._spawn(self._watch_session(live))
+        self._spawn(self._watch_events(live))
+
+    async def _watch_machine(self, live: Live) -> None:
+        ended = await live.machine.wait()
+        if not live.ending:
+            killed = ended.reason == "deadline"
+            words = "deadline" if killed else f"the machine {contact.exit_words(ended)}"
+            await self._end(live, "killed" if killed else "failed", words)
+
+    async def _watch_session(self, live: Live) -> None:
+        error = await asyncio.shield(live.agent.session.closed)
+        if live.ending:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await live.machine.wait()
+                return  # `_watch_machine` tells why
+        broke = isinstance(error, ProtocolError)
+        why = error.message if error is not None else "the channel was closed"
+        await self._end(live, "failed", f"{'protocol error' if broke else 'channel lost'}: {why}")
+
+    async def _watch_events(self, live: Live) -> None:
+        async for event in live.machine.events():
+            if event.kind == "disk_full":
+                log.warning("disk_full", sandbox=live.row.id, detail=event.detail)
+                live.disk_is_full()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background_task_failed", exc_info=error)
+
+    # -- the node ------------------------------------------------------------------------------------------
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.settings.state).free
+
+    async def capabilities(self) -> Capabilities | None:
+        """None where no VMM can run."""
+        try:
+            return await self.driver.capabilities()
+        except HostSetupError:
+            return None

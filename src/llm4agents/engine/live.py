@@ -1,0 +1,177 @@
+"""One running sandbox in this server's memory: its machine, its agent, who uses it, when it ends.
+
+Not here: making one (`creation`), taking one over (`adoption`), the table of all (`engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from llm4agents import limits
+from llm4agents.engine import clock, deadlines, lifecycle
+from llm4agents.engine.contact import died
+from llm4agents.errors import (
+    CapacityError,
+    ConflictError,
+    ConnectionLostError,
+    LLM4AgentsError,
+    ProtocolError,
+    SandboxDiedError,
+    UnknownOutcomeError,
+)
+from llm4agents.guest.verbs import Agent
+from llm4agents.store import SandboxRow
+from llm4agents.vmm.base import Machine
+
+DEADLINE_SYNC_S = 1.0
+"""The deadline the shim keeps follows activity by at most this: a file written per call would cost too much."""
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """`on_deadline(live, reason)` is called once when its time is up; `free_bytes()` tells the host's free disk."""
+
+    row: SandboxRow
+    machine: Machine
+    agent: Agent
+    on_deadline: Callable[[Live, str], None]
+    free_bytes: Callable[[], int]
+    busy: int = 0
+    last_used_s: float = field(default_factory=clock.boottime_s)
+    """CLOCK_BOOTTIME of the end of the last call."""
+    ending: bool = False
+    disk_full: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    end_error: LLM4AgentsError | None = None
+    _users: set[asyncio.Task[object]] = field(default_factory=set)
+    _timer: asyncio.TimerHandle | None = None
+    _sync: asyncio.TimerHandle | None = None
+    _syncing: asyncio.Task[None] | None = None
+
+    # -- use ----------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def use(self, what: str) -> AsyncIterator[Agent]:
+        """Hold the sandbox open for one call. Errors that came with its end are told as that end.
+
+        Raises ConflictError when it is not running, CapacityError while the host's disk is full.
+        """
+        if self.ending or not lifecycle.can(self.row.state, "use"):  # type: ignore[arg-type]
+            raise ConflictError(f"{self.row.id} {lifecycle.why_not(self.row.state, 'use')}")  # type: ignore[arg-type]
+        if self.disk_full:
+            await self._leave_disk_full()
+        task = asyncio.current_task()
+        assert task is not None
+        self._users.add(task)
+        self.busy += 1
+        self._schedule_sync()
+        try:
+            yield self.agent
+        except asyncio.CancelledError:
+            # Not the caller's cancellation but ours (`interrupt`): say why instead.
+            if self.end_error is not None and task.uncancel() == 0:
+                raise self.end_error from None
+            raise
+        except (ConnectionLostError, ProtocolError) as error:
+            if self.ending:
+                raise self._ended_words(what) from error
+            raise await died(self.machine, error, f"{self.row.id}: {what}") from error
+        finally:
+            self._users.discard(task)
+            self.busy -= 1
+            self.last_used_s = clock.boottime_s()
+            self._schedule_sync()
+
+    def _ended_words(self, what: str) -> LLM4AgentsError:
+        return self.end_error or SandboxDiedError(
+            f"{self.row.id} ended during {what}: {self.row.reason or 'killed'}"
+        )
+
+    def interrupt(self, error: LLM4AgentsError) -> None:
+        """Fail every call that is under way with `error`."""
+        self.end_error = error
+        for task in list(self._users):
+            task.cancel()
+
+    # -- a full disk on the host --------------------------------------------------------------------------
+
+    def disk_is_full(self) -> None:
+        """The machine stands before a write the host has no room for; it can go on when there is room."""
+        self.disk_full = True
+        self.interrupt(
+            UnknownOutcomeError(
+                f"{self.row.id} stands still: the host's disk is full",
+                hint="free space on the host; the next call lets the sandbox go on where it was",
+            )
+        )
+
+    async def _leave_disk_full(self) -> None:
+        if self.free_bytes() < limits.DISK_FREE_BYTES_MIN:
+            raise CapacityError(
+                f"{self.row.id} stands still: the host's disk is full",
+                hint="free space on the host, then call again; nothing is lost",
+            )
+        self.disk_full, self.end_error = False, None
+        await self.machine.resume()
+
+    # -- deadlines ----------------------------------------------------------------------------------------
+
+    def watch_deadlines(self) -> None:
+        """Begin to keep its time. Also after `row.idle_timeout_s` has changed."""
+        self._arm()
+        self._schedule_sync(now=True)
+
+    def _deadline(self) -> tuple[float, str]:
+        return deadlines.next_deadline(
+            life_ends_wall_s=self.row.life_ends_at,
+            idle_timeout_s=self.row.idle_timeout_s,
+            idle_since_s=None if self.busy else self.last_used_s,
+            boottime_s=clock.boottime_s(),
+            wall_s=clock.wall_s(),
+        )
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wait, _ = self._deadline()
+        loop = asyncio.get_running_loop()
+        # Long waits in slices, so that a clock that was stepped or a host that slept is noticed.
+        self._timer = loop.call_later(min(max(0.0, wait), 60.0), self._due)
+
+    def _due(self) -> None:
+        wait, reason = self._deadline()
+        if wait > 0:
+            self._arm()
+        elif not self.ending:
+            self.on_deadline(self, reason)
+
+    def _schedule_sync(self, *, now: bool = False) -> None:
+        if self.ending:
+            return
+        if now and self._sync is not None:
+            self._sync.cancel()
+            self._sync = None
+        if self._sync is None:
+            delay = 0.0 if now else DEADLINE_SYNC_S
+            self._sync = asyncio.get_running_loop().call_later(delay, self._start_sync)
+
+    def _start_sync(self) -> None:
+        self._sync = None
+        if not self.ending:
+            self._arm()
+            self._syncing = asyncio.create_task(self._write_deadline())
+
+    async def _write_deadline(self) -> None:
+        wait, _ = self._deadline()
+        with contextlib.suppress(LLM4AgentsError, OSError):  # it ended meanwhile, or the disk is full
+            await self.machine.set_deadline(clock.wall_s() + wait)
+
+    def stop_watching(self) -> None:
+        for handle in (self._timer, self._sync):
+            if handle is not None:
+                handle.cancel()
+        if self._syncing is not None:
+            self._syncing.cancel()

@@ -175,7 +175,7 @@ class Machine(Protocol):
         """Run the vCPUs. Idempotent."""
 
     async def snapshot(self, directory: Path) -> Snapshot:
-        """Write a full snapshot of the paused machine into `directory` (must not exist). The machine stays paused.
+        """Write a full snapshot of the paused machine into `directory` (must not exist). It stays paused.
 
         Only a machine from `boot` can be snapshotted this way here (its memory is a shared file).
         """
@@ -193,13 +193,13 @@ class Machine(Protocol):
         """What the VMM process costs now; ConflictError when it has ended."""
 
     def events(self) -> AsyncIterator[MachineEvent]:
-        """What happens to it from the call on (for one that is adopted: also what it was found in); ends with it.
+        """What happens to it from the call on (adopted: also what it was found in); ends with it.
 
         Each call is a reader of its own with a bounded queue: one that does not read loses the oldest.
         """
 
     async def detach(self) -> None:
-        """Let go of it and leave it running, for `adopt` by another server. Afterwards only `record` is usable."""
+        """Let go of it and leave it running, for `adopt` by another server. Then only `record` is usable."""
 
 
 class Driver(Protocol):
@@ -217,12 +217,17 @@ class Driver(Protocol):
         """The identity a snapshot of `spec` would have if made now. Pure."""
 
     async def boot(self, spec: MachineSpec, placement: Placement) -> Machine:
-        """Cold boot. Returns when the VMM runs; the caller waits for the agent (BOOT_TIMEOUT_S) and may retry."""
+        """Cold boot. Returns when the VMM runs; the caller waits for the agent (BOOT_TIMEOUT_S), may retry.
+
+        Raises BootError (details: `console_tail`), HostSetupError (an unreadable file, a pair of VMM and kernel
+        known to fail), CapacityError.
+        """
 
     async def restore(self, snapshot: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> Machine:
         """Clone: map the snapshot's memory privately, load its state with `disks` in its slots; paused.
 
-        The caller connects the channel, then calls `resume`.
+        The caller connects the channel, then calls `resume`. Raises VersionMismatchError when this host would
+        make another identity, BootError when it does not load, and what `boot` raises.
         """
 
     async def adopt(self, record: MachineRecord) -> Machine | None:

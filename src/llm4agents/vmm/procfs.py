@@ -1,4 +1,4 @@
-"""What /proc says of a process: who it is (pid and start time), what it costs. Nothing here changes anything."""
+"""What /proc says of a process: who it is (pid and start time), what it costs. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot (field 22 of stat); None when there is none or it is dead.
+    """When `pid` started, in clock ticks since boot (field 22 of stat); None when it is dead or was never.
 
     A pid is used again; a pid with its start time is not, within one boot of the host.
     """

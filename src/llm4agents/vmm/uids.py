@@ -50,7 +50,10 @@ def uid_range(uid_map: str) -> range:
 
 
 def lease(key: str, directory: Path = LEASES) -> Lease:
-    """A uid no live VM has; the same `key` gets the same one if it can. Raises CapacityError when all are taken."""
+    """A uid no live VM has; the same `key` gets the same one if it can.
+
+    Raises CapacityError when all are taken.
+    """
     uids = uid_range(Path("/proc/self/uid_map").read_text())
     directory.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(directory / "leases", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -25,7 +25,7 @@ AGENT_PORT = "llm4agents.agent"
 NIC_MAC = "02:4c:34:00:00:01"
 VOLUME_SLOTS = tuple(f"vol{number}" for number in range(limits.VOLUME_SLOTS))
 SLOTS = ("root", "upper", *VOLUME_SLOTS)
-"""Block devices in the order the guest sees them: vda, vdb, vdc… The slot is also the disk's serial number."""
+"""Block devices in the order the guest sees them (vda, vdb, vdc…); the slot is also the serial number."""
 _TRANSPORTS = 24
 """Of a microvm with ACPI. Filled from the top as QEMU itself does: the guest counts them downwards, and with
 the lowest eight in use (seen, 7.2 and Linux 6.1) it got no interrupt of its serial line and never came up."""
@@ -128,8 +128,8 @@ def build(
     args += ["-sandbox", SANDBOX]
     args += machine_args(spec, accelerator)
     share = "off" if clone else "on"
-    memory = f"memory-backend-file,id=ram,size={spec.memory_mib}M,mem-path=/proc/self/fd/{fds['memory']},share={share}"
-    args += ["-object", memory]
+    path = f"/proc/self/fd/{fds['memory']}"
+    args += ["-object", f"memory-backend-file,id=ram,size={spec.memory_mib}M,mem-path={path},share={share}"]
     # The shim's pipe: it keeps a bounded log of it.
     args += ["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]
     for name in ("qmp", "agent"):
@@ -177,7 +177,7 @@ def _nodes(slot: str, disk: Disk | None, fds: _Fds) -> list[dict[str, Any]]:
         # Without read-zeroes a read would show whatever is in QEMU's heap.
         size = limits.VOLUME_SLOT_BYTES
         return [{"driver": "null-co", "node-name": slot, "size": size, "read-zeroes": True}]
-    # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file, so a flush need not.
+    # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
     common = {"discard": "unmap", "cache": {"direct": False, "no-flush": True}} if not disk.read_only else {}
     file = {"driver": "file", "filename": f"/dev/fdset/{fds[slot]}", "read-only": disk.read_only, **common}
     if disk.format == "raw":

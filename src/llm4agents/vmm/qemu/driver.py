@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
 from llm4agents.config import Settings
@@ -267,9 +267,9 @@ class QemuDriver:
             (record.run_dir / name).unlink(missing_ok=True)
 
 
-async def _reading(work: asyncio.Future[int] | object, path: Path) -> int:
+async def _reading(work: Awaitable[int], path: Path) -> int:
     try:
-        return await work  # type: ignore[misc]
+        return await work
     except OSError as error:
         if isinstance(error, LLM4AgentsError):
             raise
@@ -295,14 +295,14 @@ def _listen(run_dir: Path, name: str) -> socket.socket:
 
 
 def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextlib.ExitStack) -> int:
-    """Open every file of every disk into `given`; returns the size in bytes the largest writable one may reach."""
+    """Open every file of every disk into `given`; returns the bytes of the largest writable one."""
     size_max = 0
     for disk in disks:
         files = [(disk.slot, disk.path, disk.read_only)]
         if disk.backing is not None:
             files.append((f"{disk.slot}.backing", disk.backing, True))
         for name, path, read_only in files:
-            flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
+            flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
             try:
                 given[name] = os.open(path, flags)
             except OSError as error:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Exit, MachineEvent, MachineRecord, MachineSpec, Snapshot, Stats
 from llm4agents.vmm.qemu import memory, snapshot
 from llm4agents.vmm.qemu.qmp import Event, Qmp, QmpError
+from llm4agents.vmm.waiting import readable
 
 AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
 EVENTS_KEPT_MAX = 64
@@ -66,7 +67,7 @@ class QemuMachine:
         self._found: deque[MachineEvent] = deque(maxlen=EVENTS_KEPT_MAX)
         self._migration: asyncio.Future[str] | None = None
         self._stopping = False
-        self._pidfds = (os.pidfd_open(record.shim_pid), os.pidfd_open(record.vmm_pid))
+        self._pidfds = [os.pidfd_open(record.shim_pid), os.pidfd_open(record.vmm_pid)]
         self._qmp = Qmp(qmp_socket, self._on_event)
         self._end = asyncio.create_task(self._watch(), name=f"watch {record.id}")
 
@@ -74,9 +75,9 @@ class QemuMachine:
 
     async def _watch(self) -> Exit:
         for fd in self._pidfds:  # the VMM after the shim: when that was killed, the kernel ends this one
-            await _readable(fd)
+            await readable(fd)
         with contextlib.suppress(ChildProcessError):  # not our child when adopted: init reaps it
-            os.waitpid(self.record.shim_pid, os.WNOHANG)
+            os.waitpid(self.record.shim_pid, os.WNOHANG)  # noqa: ASYNC222
         ended = shim_.read_exit(self.record.run_dir)
         if ended.reason == "lost":
             for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE):
@@ -95,7 +96,7 @@ class QemuMachine:
             self._memory_fd = None
         for fd in self._pidfds:
             os.close(fd)
-        self._pidfds = ()
+        self._pidfds = []
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._end)
@@ -161,7 +162,7 @@ class QemuMachine:
             raise ConflictError(f"cannot {act} the virtual machine {self.record.id}: {ended}")
 
     async def _command(self, command: str, **arguments: Any) -> Any:
-        """One monitor command; ConflictError when the VM has ended, SandboxDiedError when it does meanwhile."""
+        """One monitor command; ConflictError when the VM has ended, SandboxDiedError when it does now."""
         self._check_alive(command)
         try:
             return await self._qmp.execute(command, **arguments)
@@ -213,11 +214,16 @@ class QemuMachine:
             self._publish(MachineEvent("resumed"))
         elif name == "BLOCK_IO_ERROR":
             stopped = data.get("action") == "stop"
-            words = f"{data.get('operation')} of {data.get('node-name') or data.get('device')}: {data.get('reason')}"
+            node = data.get("node-name") or data.get("device")
+            words = f"{data.get('operation')} of {node}: {data.get('reason')}"
             self._publish(MachineEvent("disk_full" if stopped else "io_error", words))
-        elif name == "MIGRATION" and self._migration is not None and not self._migration.done():
-            if data.get("status") in ("completed", "failed", "cancelled"):
-                self._migration.set_result(data["status"])
+        elif name == "MIGRATION":
+            self._migration_is(data.get("status"))
+
+    def _migration_is(self, status: object) -> None:
+        over = status in ("completed", "failed", "cancelled")
+        if over and self._migration is not None and not self._migration.done():
+            self._migration.set_result(str(status))
 
     async def greet(self) -> None:
         """First words to a monitor that is new to us; for an adopted machine also: what state is it in."""
@@ -229,7 +235,7 @@ class QemuMachine:
     # -- freezing and loading -----------------------------------------------------------------------------
 
     async def load(self, state_fd: int) -> None:
-        """Load the device state a snapshot kept; afterwards it is paused. Raises BootError when it does not load."""
+        """Load the device state a snapshot kept; afterwards it is paused. Raises BootError when it cannot."""
         self._migration = asyncio.get_running_loop().create_future()
         # Sent ahead in one go: each answer waited for would cost a turn of QEMU's main loop.
         sent = [
@@ -248,9 +254,10 @@ class QemuMachine:
             raise await self._boot_error("did not load its snapshot", done)
 
     async def _migrated(self) -> str:
-        """How the migration under way went. Its events stop coming when the VM ends, so that is waited for too."""
+        """How the migration under way went, `completed` or another word; also when the VM ends in it."""
         assert self._migration is not None
-        await asyncio.wait({self._migration, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {self._migration, self._end}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         return self._migration.result() if self._migration.done() else "the process ended"
 
     async def _boot_error(self, what: str, why: object) -> BootError:
@@ -262,7 +269,7 @@ class QemuMachine:
         )
 
     async def started(self) -> None:
-        """Wait for the monitor of a VM that boots. Raises BootError with QEMU's words when it ends instead."""
+        """Wait for the monitor of a VM that boots. Raises BootError with QEMU's words when it ends."""
         capabilities = self._qmp.send("qmp_capabilities")
         events = self._qmp.send("migrate-set-capabilities", capabilities=_IGNORE_SHARED)
         try:
@@ -316,17 +323,6 @@ def _put(queue: asyncio.Queue[MachineEvent], event: MachineEvent) -> None:
     queue.put_nowait(event)
 
 
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    wake: Callable[[], object] = lambda: ready.done() or ready.set_result(None)  # noqa: E731
-    loop.add_reader(fd, wake)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(fd)
-
-
 def describe(ended: Exit) -> str:
     """How a VMM ended, in words."""
     if ended.reason == "deadline":
@@ -337,8 +333,9 @@ def describe(ended: Exit) -> str:
         return "its keeper was killed"
     if ended.signal is not None:
         return f"the virtual machine monitor was killed by signal {ended.signal}"
-    last = [line for line in printable(ended.console_tail).splitlines() if line.strip()]
-    return f"the guest or its monitor ended (status {ended.code}): {last[-1][-300:] if last else 'without a word'}"
+    lines = [line for line in printable(ended.console_tail).splitlines() if line.strip()]
+    last = lines[-1][-300:] if lines else "without a word"
+    return f"the guest or its monitor ended (status {ended.code}): {last}"
 
 
 def printable(text: str) -> str:

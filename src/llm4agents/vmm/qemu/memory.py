@@ -68,7 +68,7 @@ def extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def save(memory_fd: int, path: Path) -> int:
-    """Write the pages that are not zero to the sparse file `path`, durably; returns how many bytes they are."""
+    """Write the pages that are not zero to the sparse file `path`, durably; returns their bytes."""
     size = os.fstat(memory_fd).st_size
     written = 0
     with path.open("xb") as file:

@@ -45,15 +45,16 @@ async def qemu_version(qemu: str) -> str:
     status, out, err = await _run([qemu, "--version"], _VERSION_TIMEOUT_S)
     first = out.decode(errors="replace").partition("\n")[0]
     if status != 0 or "version " not in first:
+        words = (err or out).decode(errors="replace").strip()[-500:] or f"status {status}"
         raise HostSetupError(
-            f"{qemu} does not run: {(err or out).decode(errors='replace').strip()[-500:] or f'status {status}'}",
+            f"{qemu} does not run: {words}",
             hint="reinstall the package qemu-system-x86",
         )
     return first.partition("version ")[2].strip()
 
 
 async def tsc_khz(cache: Path) -> int:
-    """The TSC's frequency, measured once per processor model and kept, so that it never differs by a rounding."""
+    """The TSC's frequency, measured once per processor model and kept, so that no rounding changes it."""
     key = hashlib.sha256(cpu_model().encode()).hexdigest()[:16]
     kept = _read(cache / f"tsc-{key}.json")
     if isinstance(kept, dict) and isinstance(kept.get("khz"), int) and kept["khz"] > 0:
@@ -78,7 +79,7 @@ async def why_not_kvm(qemu: str, version: str, cache: Path, kernel: Path | None 
         return reason
     image = "stub"
     if kernel is not None:
-        stat = kernel.stat()
+        stat = kernel.stat()  # noqa: ASYNC240
         image = f"{kernel} {stat.st_size} {stat.st_mtime_ns}"
     parts = [qemu, version, image, platform.release(), procfs.host_boot_id(), cpu_model()]
     path = cache / f"kvm-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
@@ -128,8 +129,8 @@ async def _boot(qemu: str, accelerator: str, kernel: Path | None) -> str | None:
             return f"/dev/kvm opens, but QEMU could not use it: {words or 'it ended without a word'}"
         except TimeoutError:
             return (
-                f"/dev/kvm opens, but a kernel started with it did not say a word in {limits.KVM_PROBE_TIMEOUT_S:g} s"
-                " (hardware virtualisation is not passed on to this machine)"
+                "/dev/kvm opens, but a kernel started with it did not say a word in"
+                f" {limits.KVM_PROBE_TIMEOUT_S:g} s: no hardware virtualisation is passed on to this machine"
             )
         finally:
             if process.returncode is None:

@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
-    """The manifest's body; paths in the spec are where its parts were when it was made, and not needed again."""
+    """The manifest's body; its paths are where the parts were when it was made, and not needed again."""
     spec = asdict(snapshot.spec)
     return {
         "format": FORMAT,
@@ -87,7 +87,7 @@ def write_manifest(snapshot: Snapshot) -> None:
 
 
 def check_identity(snapshot: Snapshot, here: dict[str, str]) -> None:
-    """Raises VersionMismatchError naming every difference between the snapshot and what this host would make."""
+    """Raises VersionMismatchError naming every difference from what this host would make."""
     names = sorted({*snapshot.identity, *here})
     different = [name for name in names if snapshot.identity.get(name) != here.get(name)]
     if different:

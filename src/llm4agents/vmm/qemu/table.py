@@ -1,7 +1,7 @@
 """Which QEMU runs which guest kernel: what was tried, and how it went. Pure.
 
-Seen (design.md): 54 of 54 boots with QEMU 7.2 + Linux 6.1 and QEMU 10.0 + 6.1 and 6.12; QEMU 7.2 + Linux 6.12 in
-emulation dies of memory corruption in two boots of three.
+Seen (design.md): 54 of 54 boots with QEMU 7.2 + Linux 6.1 and QEMU 10.0 + 6.1 and 6.12; QEMU 7.2 + Linux 6.12
+in emulation dies of memory corruption in two boots of three.
 """
 
 from __future__ import annotations

@@ -106,6 +106,6 @@ def _shims_below(machines: Path) -> list[int]:
 
 def _cwd_of(pid: int) -> Path | None:
     try:
-        return Path(os.readlink(f"/proc/{pid}/cwd"))
+        return Path(f"/proc/{pid}/cwd").readlink()
     except OSError:
         return None

@@ -259,7 +259,7 @@ class Templates:
         if any(shape[0] == name for shape in self._building):
             raise ConflictError(f"{name} is being built", hint="wait for it, or end the call that builds it")
         for shape in [shape for shape in self._ready if shape[0] == name]:
-            variant, snapshot = self._ready.pop(shape)
+            _, snapshot = self._ready.pop(shape)
             await self._driver.release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
 

@@ -12,7 +12,7 @@ from llm4agents.images.cache import fsync
 from llm4agents.images.process import room
 
 _UUID = "4c344167-656e-7401-8000-000000000002"
-# No metadata checksums and no 64-bit block numbers: both cost work per write and 5 GiB needs neither. Without
+# No metadata checksums and no 64-bit block numbers: both cost work at each write, 5 GiB need neither. Without
 # checksums of groups there is no lazy initialisation either, so no thread of the guest's fills inode tables in;
 # with `discard` mke2fs leaves them as the holes they are.
 _FEATURES = "^metadata_csum,^64bit,^resize_inode,sparse_super2"
@@ -45,8 +45,11 @@ async def make_upper(path: Path, size_bytes: int) -> None:
         shutil.rmtree(seed, ignore_errors=True)
 
 
-async def make_overlay(backing: Path, path: Path) -> None:
-    """An empty qcow2 over the raw `backing`, named absolutely, so that a copy of it works anywhere."""
+async def make_overlay(backing: Path, path: Path, *, named: Path | None = None) -> None:
+    """An empty qcow2 over the raw `backing`, named absolutely, so that a copy of it works anywhere.
+
+    `named` is where `backing` will be when the overlay is used, if it is to be moved there first.
+    """
     backing = _check(backing, there=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}")
     # Small clusters would cost metadata, large ones copy much for a small write; subclusters give both.
@@ -60,12 +63,15 @@ async def make_overlay(backing: Path, path: Path) -> None:
         "-F",
         "raw",
         "-b",
-        str(backing),
+        str(named or backing),
+        "-u",
         "-o",
         options,
     ]
     try:
-        await process.run([*argv, str(tmp)], cwd=path.parent, needed_bytes=1_000_000)
+        await process.run(
+            [*argv, str(tmp), str(backing.stat().st_size)], cwd=path.parent, needed_bytes=1_000_000
+        )
         fsync(tmp)
         tmp.rename(path)
     finally:

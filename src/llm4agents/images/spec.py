@@ -32,8 +32,7 @@ class File:
 class Service:
     """A process that lives in the frozen machine and so in every clone, started by exec with `service=…`.
 
-    It is ready when `ready_file` exists in the guest, JSON `{"problems": [str]}`: any problem fails the build.
-    None: at once. A `ready_socket` must take connections by then.
+    It is ready when `ready_socket` (in the guest) can be connected to; None: at once.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Service:
     cwd: str | None = None
     restore_signal: int | None = None
     """Sent by `post_restore` while the service is still frozen: draw new random state."""
-    ready_file: str | None = None
     ready_socket: str | None = None
     ready_timeout_s: float = 60.0
 
@@ -60,10 +58,12 @@ class WarmStep:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """In this order: services are started and waited for, steps are run; then the machine is frozen."""
+    """In this order: services are started and waited for, steps run, cells run; then the machine is frozen."""
 
     services: tuple[Service, ...] = ()
     steps: tuple[WarmStep, ...] = ()
+    cells: tuple[str, ...] = ()
+    """Python run through the interpreter by the host. The built-in one warms itself (its `--warm`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,16 @@ except ValueError as error:
 !true
 """
 
+_PYTHON_IS_WARM = WarmStep(
+    # Its own warm-up goes on after its socket is there, and it says in a file when, and with what problems.
+    (
+        "/bin/sh",
+        "-c",
+        f'until [ -e {PYTHON_READY} ]; do sleep 0.2; done; ! grep \'"[^"]*"\\]\' {PYTHON_READY} >&2',
+    ),
+    timeout_s=180.0,
+)
+
 PYTHON = TemplateSpec(
     name="python",
     description="base with CPython, numpy, pandas, matplotlib, scipy, pyarrow, duckdb and SQL drivers",
@@ -245,12 +255,11 @@ PYTHON = TemplateSpec(
                     PYTHON_READY,
                 ),
                 restore_signal=12,  # SIGUSR2: reseed
-                ready_file=PYTHON_READY,
                 ready_socket=PYTHON_SOCKET,
                 ready_timeout_s=120.0,
             ),
         ),
-        steps=(*_BASE_STEPS, WarmStep(("/usr/bin/python3", "-c", "pass"))),
+        steps=(_PYTHON_IS_WARM, *_BASE_STEPS, WarmStep(("/usr/bin/python3", "-c", "pass"))),
     ),
     build_bytes=4_000_000_000,
     rootfs_bytes=900_000_000,

@@ -1,0 +1,105 @@
+"""How answers leave: JSON, NDJSON as it comes, raw bytes; and what happens when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llm4agents.errors import LLM4AgentsError, to_wire
+
+log = structlog.get_logger()
+T = TypeVar("T")
+NDJSON = "application/x-ndjson"
+
+
+def dump(body: Any) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dump(content)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                await task
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                await task
+
+
+class Stream(Response):
+    """Sends what a generator yields as it comes; the generator is closed when the client goes away.
+
+    With `lines` each item is a line of NDJSON, and an error after the head is a last line.
+    """
+
+    def __init__(
+        self,
+        items: AsyncGenerator[Any, None],
+        *,
+        lines: bool,
+        media_type: str,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.media_type = media_type
+        self.items, self.lines = items, lines
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not sending.done():
+                sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self.items) as items:
+                async for item in items:
+                    body = dump(item) + b"\n" if self.lines else item
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        except LLM4AgentsError as error:
+            if not self.lines:
+                # The head is gone: a cut body is the one sign that is left, and the client counts bytes.
+                log.warning("download_cut", error=str(error))
+                raise
+            line = dump({**to_wire(error), "type": "error"}) + b"\n"
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

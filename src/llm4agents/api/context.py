@@ -1,0 +1,62 @@
+"""What routes share: the engine, and facts of this server. One per process, in `app.state`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+from starlette.requests import Request
+
+from llm4agents.config import Settings
+from llm4agents.engine.engine import Engine
+from llm4agents.engine.live import Live
+from llm4agents.errors import InvalidRequestError, SandboxNotFoundError
+
+HOME = "/home/user"
+_ID = re.compile(r"sbx_[a-z0-9]{20}")
+
+
+@dataclass(slots=True)
+class Context:
+    settings: Settings
+    engine: Engine
+    started_at: float = field(default_factory=time.time)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    keep: bool = False
+    """What a stop does with the sandboxes that live."""
+    active: int = 0
+    """Requests under way."""
+    last_request_s: float = field(default_factory=time.monotonic)
+
+
+def of(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+def check_id(sandbox: str) -> str:
+    if not _ID.fullmatch(sandbox):
+        raise SandboxNotFoundError(f"{sandbox[:80]!r} is not a sandbox's id", hint="llm4agents ls shows them")
+    return sandbox
+
+
+def live(request: Request, sandbox: str) -> Live:
+    return of(request).engine.live(check_id(sandbox))
+
+
+def guest_path(path: str) -> str:
+    """An absolute path in the guest; what is relative is taken from the user's home."""
+    if "\0" in path:
+        raise InvalidRequestError("a path has no NUL in it")
+    if path == "~" or path.startswith("~/"):
+        path = HOME + path[1:]
+    return path if path.startswith("/") else f"{HOME}/{path}"
+
+
+def user_of(user: str | None) -> str | int:
+    """A user of the guest by name, or by number if it is one."""
+    if user is None or user == "":
+        return "user"
+    return int(user) if user.isdecimal() and len(user) < 10 else user

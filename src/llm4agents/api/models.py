@@ -1,0 +1,166 @@
+"""What requests look like: strict, unknown fields refused. Answers are plain dicts (docs/design/interfaces.md)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from llm4agents import limits
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Path = Annotated[str, Field(min_length=1, max_length=limits.PATH_BYTES_MAX)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _env(value: dict[str, str]) -> dict[str, str]:
+    if sum(len(name) + len(text) + 2 for name, text in value.items()) > limits.ENV_BYTES_MAX:
+        raise ValueError(f"more than {limits.ENV_BYTES_MAX} bytes of environment")
+    for name, text in value.items():
+        if not name or "=" in name or "\0" in name + text:
+            raise ValueError(f"{name!r} cannot be a variable: names have no '=', and neither part a NUL")
+    return value
+
+
+class WithEnv(Body):
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
+        return _env(value)
+
+
+class Create(WithEnv):
+    template: Name = limits.DEFAULT_TEMPLATE
+    timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)] = limits.IDLE_TIMEOUT_S
+    life_s: Annotated[float, Field(gt=0, le=limits.LIFE_S_MAX)] = limits.LIFE_S_MAX
+    memory_mib: int = limits.DEFAULT_MEMORY_MIB
+    vcpus: int = limits.DEFAULT_VCPUS
+    metadata: dict[str, str] = Field(default_factory=dict)
+    require_kvm: bool = False
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, value: dict[str, str]) -> dict[str, str]:
+        if sum(len(k.encode()) + len(v.encode()) for k, v in value.items()) > limits.METADATA_BYTES_MAX:
+            raise ValueError(f"more than {limits.METADATA_BYTES_MAX} bytes of metadata")
+        return value
+
+
+class Timeout(Body):
+    timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)]
+
+
+class Exec(WithEnv):
+    argv: list[str] | None = None
+    command: str | None = None
+    cwd: Path | None = None
+    user: str | None = None
+    stdin: str | None = None
+    """Base64."""
+    timeout_s: Seconds | None = None
+    stream: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Exec:
+        if (self.argv is None) == (self.command is None):
+            raise ValueError("give either argv or command")
+        words = self.argv if self.argv is not None else [self.command or ""]
+        if not words or not words[0].strip():
+            raise ValueError("the command is empty")
+        if any("\0" in word for word in words):
+            raise ValueError("a command has no NUL in it")
+        if sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in words) > limits.ARGV_BYTES_MAX:
+            raise ValueError(f"the command is longer than {limits.ARGV_BYTES_MAX} bytes; write it to a file")
+        self.stdin_bytes()
+        return self
+
+    def stdin_bytes(self) -> bytes | None:
+        try:
+            return None if self.stdin is None else base64.b64decode(self.stdin, validate=True)
+        except binascii.Error:
+            raise ValueError("stdin is not base64") from None
+
+
+class Code(WithEnv):
+    code: Annotated[str, Field(max_length=limits.CODE_BYTES_MAX)]
+    context: Name = "default"
+    timeout_s: Seconds | None = None
+    stream: bool = False
+
+
+class Context(Body):
+    context: Name = "default"
+
+
+class Mkdir(Body):
+    path: Path
+    parents: bool = True
+    mode: Annotated[int, Field(ge=0, le=0o7777)] = 0o755
+    exist_ok: bool = True
+    user: str | None = None
+
+
+class Move(Body):
+    source: Path = Field(alias="from")
+    to: Path
+    overwrite: bool = True
+    user: str | None = None
+
+
+class Remove(Body):
+    path: Path
+    recursive: bool = False
+    missing_ok: bool = False
+    user: str | None = None
+
+
+class Build(Body):
+    vcpus: int | None = None
+    memory_mib: int | None = None
+    force: bool = False
+
+
+class LocalFile(Body):
+    file: Path
+
+
+class Stop(Body):
+    keep: bool = False
+
+
+class Prune(Body):
+    all: bool = False
+
+
+def wait(value: float | None, default: float) -> float | None:
+    """A `timeout_s` of the wire as the engine has it: None there means the default, 0 means none."""
+    return default if value is None else (value or None)
+
+
+def sandbox(row: Any) -> dict[str, Any]:
+    """A sandbox as the wire has it."""
+    return {
+        "id": row.id,
+        "template": row.template,
+        "state": row.state,
+        "reason": row.reason,
+        "created_at": row.created_at,
+        "started_at": row.started_at,
+        "ended_at": row.ended_at,
+        "ends_at": row.life_ends_at,
+        "idle_timeout_s": row.idle_timeout_s,
+        "vcpus": row.vcpus,
+        "memory_mib": row.memory_mib,
+        "disk_gib": row.disk_gib,
+        "metadata": row.metadata,
+        "accelerator": row.accelerator,
+        "boot_id": row.boot_id,
+    }

@@ -1,0 +1,58 @@
+"""/v1/sandboxes/{id}/exec and /code. A client that goes away kills its command, or interrupts its cell."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llm4agents import limits
+from llm4agents.api import context, models
+from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
+from llm4agents.engine import calls
+from llm4agents.guest import code as interpreter
+
+router = APIRouter(prefix="/v1/sandboxes/{sandbox}")
+
+
+@router.post("/exec")
+async def exec_(sandbox: str, body: models.Exec, request: Request) -> Response:
+    live = context.live(request, sandbox)
+    command = calls.Command(
+        argv=body.argv if body.argv is not None else calls.shell(body.command or ""),
+        env=body.env,
+        cwd=None if body.cwd is None else context.guest_path(body.cwd),
+        user=context.user_of(body.user),
+        stdin=body.stdin_bytes(),
+        timeout_s=models.wait(body.timeout_s, limits.EXEC_TIMEOUT_S),
+    )
+    if body.stream:
+        return Stream(calls.exec_stream(live, command), lines=True, media_type=NDJSON)
+    return Json(await unless_gone(request, calls.exec_wait(live, command)))
+
+
+@router.post("/code")
+async def code(sandbox: str, body: models.Code, request: Request) -> Response:
+    live = context.live(request, sandbox)
+    cell = calls.Cell(
+        code=body.code,
+        context=body.context,
+        env=body.env,
+        timeout_s=models.wait(body.timeout_s, limits.CODE_TIMEOUT_S),
+    )
+    if body.stream:
+        return Stream(calls.code_stream(live, cell), lines=True, media_type=NDJSON)
+    return Json(await unless_gone(request, calls.code_wait(live, cell)))
+
+
+@router.post("/code/interrupt")
+async def interrupt(sandbox: str, body: models.Context, request: Request) -> Response:
+    async with context.live(request, sandbox).use("interrupt") as agent:
+        await interpreter.interrupt(agent, body.context)
+    return Json({})
+
+
+@router.post("/code/restart")
+async def restart(sandbox: str, body: models.Context, request: Request) -> Response:
+    async with context.live(request, sandbox).use("restart") as agent:
+        await interpreter.restart(agent, body.context)
+    return Json({})

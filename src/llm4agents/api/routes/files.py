@@ -1,0 +1,134 @@
+"""/v1/sandboxes/{id}/files: bytes stream through, whole files are never held."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from llm4agents.api import context, models
+from llm4agents.api.answers import Json, Stream
+from llm4agents.engine.live import Live
+
+router = APIRouter(prefix="/v1/sandboxes/{sandbox}/files")
+BYTES = "application/octet-stream"
+PathQuery = Annotated[str, Query(min_length=1)]
+
+
+@router.get("")
+async def read(
+    sandbox: str,
+    request: Request,
+    path: PathQuery,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    length: Annotated[int | None, Query(ge=0)] = None,
+    user: str | None = None,
+) -> Response:
+    items = _read(context.live(request, sandbox), context.guest_path(path), offset, length, user)
+    # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
+    info = await anext(items)
+    headers = {
+        "x-file-size": str(info.size),
+        "x-file-mode": str(info.mode),
+        "x-file-mtime": repr(info.mtime),
+    }
+    return Stream(items, lines=False, media_type=BYTES, headers=headers)
+
+
+async def _read(
+    live: Live, path: str, offset: int, length: int | None, user: str | None
+) -> AsyncGenerator[Any, None]:
+    async with live.use(f"read {path}") as agent:
+        file = await agent.read(path, offset=offset, length=length, user=context.user_of(user))
+        async with file:
+            yield file.info
+            async with contextlib.aclosing(aiter(file)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+
+@router.put("")
+async def write(
+    sandbox: str,
+    request: Request,
+    path: PathQuery,
+    mode: Annotated[int | None, Query(ge=0, le=0o7777)] = None,
+    user: str | None = None,
+    parents: bool = True,
+) -> Response:
+    target = context.guest_path(path)
+    async with context.live(request, sandbox).use(f"write {target}") as agent:
+        size = await agent.write(
+            target, _chunks(request), mode=mode, user=context.user_of(user), parents=parents
+        )
+    return Json({"path": target, "size": size})
+
+
+async def _chunks(request: Request) -> AsyncGenerator[bytes, None]:
+    # ClientDisconnect comes out of here when the client goes away: the write is then cancelled, not ended.
+    async for chunk in request.stream():
+        if chunk:
+            yield chunk
+
+
+@router.get("/stat")
+async def stat(
+    sandbox: str, request: Request, path: PathQuery, follow: bool = True, user: str | None = None
+) -> Response:
+    async with context.live(request, sandbox).use("stat") as agent:
+        entry = await agent.stat(context.guest_path(path), follow=follow, user=context.user_of(user))
+    return Json(asdict(entry))
+
+
+@router.get("/list")
+async def listing(
+    sandbox: str,
+    request: Request,
+    path: PathQuery,
+    depth: Annotated[int, Query(ge=1, le=64)] = 1,
+    user: str | None = None,
+) -> Response:
+    async with context.live(request, sandbox).use("list") as agent:
+        found = await agent.list(context.guest_path(path), depth=depth, user=context.user_of(user))
+    return Json({"entries": [asdict(entry) for entry in found.entries], "truncated": found.truncated})
+
+
+@router.post("/mkdir")
+async def mkdir(sandbox: str, body: models.Mkdir, request: Request) -> Response:
+    async with context.live(request, sandbox).use("mkdir") as agent:
+        await agent.mkdir(
+            context.guest_path(body.path),
+            parents=body.parents,
+            mode=body.mode,
+            exist_ok=body.exist_ok,
+            user=context.user_of(body.user),
+        )
+    return Json({})
+
+
+@router.post("/move")
+async def move(sandbox: str, body: models.Move, request: Request) -> Response:
+    async with context.live(request, sandbox).use("move") as agent:
+        await agent.move(
+            context.guest_path(body.source),
+            context.guest_path(body.to),
+            overwrite=body.overwrite,
+            user=context.user_of(body.user),
+        )
+    return Json({})
+
+
+@router.post("/remove")
+async def remove(sandbox: str, body: models.Remove, request: Request) -> Response:
+    async with context.live(request, sandbox).use("remove") as agent:
+        await agent.remove(
+            context.guest_path(body.path),
+            recursive=body.recursive,
+            missing_ok=body.missing_ok,
+            user=context.user_of(body.user),
+        )
+    return Json({})

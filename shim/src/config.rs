@@ -24,7 +24,7 @@ pub struct Config {
     pub gid: Option<u32>,
     /// `rlimit`, repeated: `name:value`, soft and hard alike.
     pub rlimits: Vec<(Limit, u64)>,
-    /// `run_dir`: gets the logs and `exit`, holds `deadline`; also the VMM's working directory.
+    /// `run_dir`: gets the logs and `exit`, holds `deadline`.
     pub run_dir: CString,
     /// `grace_ms`: how long after the deadline the VMM is ended.
     pub grace_ms: u64,

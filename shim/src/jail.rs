@@ -44,7 +44,7 @@ fn try_enter(config: &Config, pipes: &Pipes, parent: libc::pid_t, failure: &mut 
     reset_signals();
     step("arranging descriptors", arrange(config, pipes, failure))?;
     unsafe { libc::umask(0o077) };
-    step("entering run_dir", check(unsafe { libc::chdir(config.run_dir.as_ptr()) }))?;
+    step("leaving the server's directory", std::env::set_current_dir("/"))?;
     // Raising it is open to everyone; where /proc is not mounted it is only a wish.
     let _ = std::fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string());
     for &(limit, value) in &config.rlimits {

@@ -11,14 +11,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::Config;
 use crate::record::{self, Log, Reason};
-use crate::sys;
+use crate::sys::{self, Dir};
 
 const READ_BYTES: usize = 65536;
 const STDERR_BYTES_MAX: u64 = 65536;
 
 pub struct Keeper<'a> {
     pub config: &'a Config,
-    pub dir: &'a OwnedFd,
+    pub dir: &'a Dir,
     pub vmm: libc::pid_t,
     pub signals: OwnedFd,
     pub watch: OwnedFd,
@@ -68,7 +68,7 @@ impl Keeper<'_> {
         while open[0] && drain_one(&self.console, &mut console) == Some(true) {}
         while open[1] && drain_one(&self.stderr, &mut stderr) == Some(true) {}
         for name in &self.config.unlink {
-            sys::unlinkat(self.dir, name);
+            self.dir.unlink(name);
         }
         let status = ended.unwrap_or_default();
         record::write_exit(self.dir, &record::exit_json(status, reason, console.tail(), stderr.tail()))
@@ -106,7 +106,7 @@ impl Keeper<'_> {
     /// Set the timer to what `run_dir/deadline` says now. A file that makes no sense changes nothing.
     fn arm(&self, timer: &OwnedFd, deadline: &mut Option<f64>) -> Result<()> {
         let name = CString::new("deadline")?;
-        let text = match sys::openat(self.dir, &name, libc::O_RDONLY | libc::O_NOFOLLOW) {
+        let text = match self.dir.open(&name, libc::O_RDONLY) {
             Ok(file) => sys::read_to_end(file.as_raw_fd(), 4096).unwrap_or_else(|_| b"?".to_vec()),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Vec::new(),
             Err(_) => return Ok(()),

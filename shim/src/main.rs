@@ -77,10 +77,11 @@ fn run(config: &Config) -> Result<(), String> {
     let said = |step: &'static str| move |error: std::io::Error| format!("{step}: {error}");
     unsafe { libc::setsid() };
     unsafe { libc::umask(0o077) };
+    std::env::set_current_dir("/").map_err(said("leaving the server's directory"))?;
     // What the server holds without close-on-exec is not for us, and still less for the VMM.
     let named = config.fds.iter().chain(&config.hold).chain([&config.status]);
     sys::close_others(3, &mut named.copied().collect::<Vec<_>>());
-    let dir = sys::open(&config.run_dir, libc::O_RDONLY | libc::O_DIRECTORY).map_err(said("opening run_dir"))?;
+    let dir = sys::Dir(config.run_dir.clone());
     // Watched before the child exists: a deadline that moves while we start is not missed.
     let watch = sys::inotify(&config.run_dir, WATCHED).map_err(said("watching run_dir"))?;
     let signals = sys::signalfd(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP])

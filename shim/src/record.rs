@@ -3,15 +3,16 @@
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use crate::sys;
+use crate::sys::{self, Dir};
 
 const TAIL_BYTES: usize = 8192;
+const CREATE: libc::c_int = libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC;
 
 /// A log of at most `bytes_max` bytes in two files, `NAME` and the older `NAME.1`, and its tail in memory.
 ///
 /// A guest can write to its console for ever; a full disk loses log lines, never the VM.
 pub struct Log<'a> {
-    dir: &'a OwnedFd,
+    dir: &'a Dir,
     name: CString,
     older: CString,
     file: Option<OwnedFd>,
@@ -21,7 +22,7 @@ pub struct Log<'a> {
 }
 
 impl<'a> Log<'a> {
-    pub fn new(dir: &'a OwnedFd, name: &str, bytes_max: u64) -> Log<'a> {
+    pub fn new(dir: &'a Dir, name: &str, bytes_max: u64) -> Log<'a> {
         let older = CString::new(format!("{name}.1")).unwrap_or_default();
         let name = CString::new(name).unwrap_or_default();
         Log { dir, name, older, file: None, written: 0, bytes_max, tail: Vec::new() }
@@ -36,11 +37,10 @@ impl<'a> Log<'a> {
             if self.written + part.len() as u64 > self.bytes_max / 2 {
                 self.file = None;
                 self.written = 0;
-                let _ = sys::renameat(self.dir, &self.name, &self.older);
+                let _ = self.dir.rename(&self.name, &self.older);
             }
             if self.file.is_none() {
-                let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NOFOLLOW;
-                self.file = sys::openat(self.dir, &self.name, flags).ok();
+                self.file = self.dir.open(&self.name, CREATE).ok();
             }
             if let Some(file) = &self.file {
                 let _ = sys::write_all(file.as_raw_fd(), part);
@@ -96,12 +96,11 @@ fn json_string(bytes: &[u8]) -> String {
 }
 
 /// Write `exit` whole or not at all.
-pub fn write_exit(dir: &OwnedFd, body: &str) -> std::io::Result<()> {
+pub fn write_exit(dir: &Dir, body: &str) -> std::io::Result<()> {
     let (temporary, name): (&CStr, &CStr) = (&CString::new("exit.tmp")?, &CString::new("exit")?);
-    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NOFOLLOW;
-    let file = sys::openat(dir, temporary, flags)?;
+    let file = dir.open(temporary, CREATE)?;
     sys::write_all(file.as_raw_fd(), body.as_bytes())?;
-    sys::renameat(dir, temporary, name)
+    dir.rename(temporary, name)
 }
 
 #[cfg(test)]
@@ -123,7 +122,7 @@ mod tests {
     fn a_log_stays_within_its_bound_and_keeps_the_end() {
         let path = std::env::temp_dir().join(format!("shim-log-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        let dir = sys::open(&CString::new(path.to_str().unwrap()).unwrap(), libc::O_DIRECTORY).unwrap();
+        let dir = Dir(CString::new(path.to_str().unwrap()).unwrap());
         let mut log = Log::new(&dir, "x.log", 1000);
         for number in 0..500 {
             log.write(format!("line {number:04}\n").as_bytes());

@@ -1,6 +1,6 @@
 //! Thin, checked wrappers of the system calls the shim makes; nothing here decides anything.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
@@ -21,18 +21,31 @@ pub fn open(path: &CStr, flags: libc::c_int) -> Result<OwnedFd> {
     owned(unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC) })
 }
 
-pub fn openat(dir: &OwnedFd, name: &CStr, flags: libc::c_int) -> Result<OwnedFd> {
-    owned(unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags | libc::O_CLOEXEC, 0o600) })
-}
+/// A directory by its path. Nothing here keeps it open: an open directory's removal is not told to who watches it.
+pub struct Dir(pub CString);
 
-pub fn renameat(dir: &OwnedFd, from: &CStr, to: &CStr) -> Result<()> {
-    check(unsafe { libc::renameat(dir.as_raw_fd(), from.as_ptr(), dir.as_raw_fd(), to.as_ptr()) })?;
-    Ok(())
-}
+impl Dir {
+    fn path(&self, name: &CStr) -> Result<CString> {
+        Ok(CString::new([self.0.as_bytes(), b"/", name.to_bytes()].concat())?)
+    }
 
-pub fn unlinkat(dir: &OwnedFd, name: &CStr) {
-    // Absent is what we want; anything else cannot be mended here.
-    unsafe { libc::unlinkat(dir.as_raw_fd(), name.as_ptr(), 0) };
+    /// Never through a link: what is in it is ours.
+    pub fn open(&self, name: &CStr, flags: libc::c_int) -> Result<OwnedFd> {
+        let flags = flags | libc::O_CLOEXEC | libc::O_NOFOLLOW;
+        owned(unsafe { libc::open(self.path(name)?.as_ptr(), flags, 0o600) })
+    }
+
+    pub fn rename(&self, from: &CStr, to: &CStr) -> Result<()> {
+        check(unsafe { libc::rename(self.path(from)?.as_ptr(), self.path(to)?.as_ptr()) })?;
+        Ok(())
+    }
+
+    /// Absent is what is wanted; anything else cannot be mended here.
+    pub fn unlink(&self, name: &CStr) {
+        if let Ok(path) = self.path(name) {
+            unsafe { libc::unlink(path.as_ptr()) };
+        }
+    }
 }
 
 /// A pipe whose reading end does not block: (read, write).

@@ -35,7 +35,13 @@ class Command:
 
 def shell(command: str) -> list[str]:
     """A command line as argv: bash where the image has it, else sh, decided in the guest by one exec."""
-    return [SHELL, "-c", 'if [ -x /bin/bash ]; then exec /bin/bash -c "$1"; else exec /bin/sh -c "$1"; fi', "sh", command]
+    return [
+        SHELL,
+        "-c",
+        'if [ -x /bin/bash ]; then exec /bin/bash -c "$1"; else exec /bin/sh -c "$1"; fi',
+        "sh",
+        command,
+    ]
 
 
 @dataclass(frozen=True, slots=True)

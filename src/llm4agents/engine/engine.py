@@ -30,6 +30,7 @@ from llm4agents.errors import (
     ServerUnavailableError,
 )
 from llm4agents.guest.verbs import Agent
+from llm4agents.images.cache import tree_bytes
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Capabilities
@@ -287,3 +288,26 @@ class Engine:
             return await self.driver.capabilities()
         except HostSetupError:
             return None
+
+    def usage(self) -> dict[str, Any]:
+        """Disk use of this node, by part, in bytes that are allocated. Blocks: for a thread."""
+        entries = [*self.templates.cache.du()]
+        data = [{"name": entry.name, "path": str(entry.path), "bytes": entry.bytes} for entry in entries]
+        for name, path in (("sandboxes", self.places.sandboxes), ("store", self.store.path)):
+            size = tree_bytes(path) if path.is_dir() else path.stat().st_blocks * 512
+            data.append({"name": name, "path": str(path), "bytes": size})
+        return {"data": data, "total_bytes": sum(entry["bytes"] for entry in data)}
+
+    async def prune(self, *, everything: bool) -> dict[str, Any]:
+        """Remove what nothing refers to; with `everything` also every template that no sandbox is using."""
+        removed: list[str] = []
+        if everything:
+            used = {live.row.template for live in self._live.values()}
+            for name in sorted({variant.name for variant in self.templates.list()} - used):
+                await self.templates.remove(name)
+                removed.append(f"template {name}")
+        pruned = await self.templates.cache.prune()
+        forgotten = self.store.forget_ended(clock.wall_s() - (0 if everything else FORGET_S))
+        if forgotten:
+            removed.append(f"{forgotten} ended sandboxes from the list")
+        return {"removed": removed + pruned.removed, "bytes": pruned.bytes}

@@ -30,7 +30,7 @@ from llm4agents.errors import (
 )
 from llm4agents.guest import code
 from llm4agents.guest.verbs import Agent, Service
-from llm4agents.images import disk, spec
+from llm4agents.images import bundle, disk, spec
 from llm4agents.images.cache import Cache
 from llm4agents.images.initramfs import build_initrd
 from llm4agents.images.kernel import build_kernel
@@ -71,7 +71,7 @@ class Templates:
         Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError, BootError.
         """
         shape = (name, vcpus, memory_mib)
-        if not rebuild and (found := self._ready.get(shape)):
+        if not rebuild and (found := self._ready.get(shape) or await self._pinned(shape)):
             return found
         wanted = spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
@@ -115,8 +115,57 @@ class Templates:
                     if found is None:
                         raise VersionMismatchError(f"the template just built in {dest} cannot be read")
         self._ready[shape] = found
+        self._pin(shape).unlink(missing_ok=True)
         self._drop_others(found[0])
         return found
+
+    # -- imported ones ------------------------------------------------------------------------------------
+
+    def _pin(self, shape: Shape) -> Path:
+        name, vcpus, memory_mib = shape
+        return self.cache.templates / name / f"pinned-{vcpus}-{memory_mib}"
+
+    async def _pinned(self, shape: Shape) -> tuple[Variant, Snapshot] | None:
+        """An imported variant is used as it is, whatever this host would build, as long as it can be loaded here."""
+        if not spec.valid_name(shape[0]):
+            return None
+        try:
+            key = self._pin(shape).read_text().strip()
+        except OSError:
+            return None
+        found = self._find(self.cache.templates / shape[0] / "keys" / key)
+        if found is None:
+            return None
+        can = await self._driver.capabilities()
+        try:
+            snapshots.check_identity(found[1], self._driver.identity(found[1].spec, can))
+        except VersionMismatchError:
+            return None
+        self._ready[shape] = found
+        return found
+
+    async def export(self, name: str, file: Path, vcpus: int, memory_mib: int, progress: Progress) -> int:
+        """Write a template of that shape (built first if it must be) to `file`; its size in bytes."""
+        variant, _ = await self.variant(name, vcpus, memory_mib, progress)
+        return await bundle.export(variant.path, file, self.cache, progress)
+
+    async def import_(self, file: Path, progress: Progress) -> Variant:
+        """Read a bundle; from now on it is what its name and shape mean here.
+
+        Raises what `bundle.import_` does, and VersionMismatchError for a machine that cannot be loaded here.
+        """
+        can = await self._driver.capabilities()
+
+        def check(template: dict[str, Any], manifest: dict[str, Any]) -> None:
+            frozen = snapshots.from_json(file, manifest)
+            snapshots.check_identity(frozen, self._driver.identity(frozen.spec, can))
+
+        imported = await bundle.import_(file, self.cache, progress, check=check)
+        variant = parts.load(imported.path, self.cache.blob)
+        shape = (variant.name, variant.vcpus, variant.memory_mib)
+        self._ready.pop(shape, None)
+        self._pin(shape).write_text(variant.key + "\n")
+        return variant
 
     def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
         if not (path / parts.TEMPLATE).exists():
@@ -194,7 +243,7 @@ class Templates:
                     await disk.make_upper(upper, limits.DISK_GIB << 30)
             progress("publish", "writing the template", None)
             upper.chmod(0o444)
-            await disk.make_overlay(upper, built / parts.EMPTY)
+            await disk.make_overlay(upper, built / parts.EMPTY, named=dest / parts.UPPER)
             variant = Variant(
                 path=dest,
                 name=wanted.name,

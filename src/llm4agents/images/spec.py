@@ -279,6 +279,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def valid_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def get(name: str) -> TemplateSpec:
     """The built-in spec of that name. InvalidRequestError for a bad name, TemplateNotFoundError for none."""
     if not _NAME.fullmatch(name):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from sqlalchemy import Engine, RowMapping, Select, and_, bindparam, delete, func, insert, select, update
 
@@ -21,6 +21,9 @@ from llm4agents.store.schema import events, meta, sandboxes
 CHECKPOINT_WRITES: Final = 400
 
 TERMINAL: Final = ("killed", "failed")
+Events: TypeAlias = "list[dict[str, Any]]"
+Rows: TypeAlias = "list[SandboxRow]"
+"""A method of Store is called `list`."""
 
 
 @dataclass(slots=True)
@@ -138,7 +141,7 @@ class Store:
         rows = self._rows(select(sandboxes).where(sandboxes.c.id == sandbox))
         return rows[0] if rows else None
 
-    def alive(self) -> list[SandboxRow]:
+    def alive(self) -> Rows:
         """Every sandbox that has not ended, oldest first."""
         return self._rows(
             select(sandboxes).where(sandboxes.c.state.not_in(TERMINAL)).order_by(sandboxes.c.created_at)
@@ -151,7 +154,7 @@ class Store:
         metadata: Mapping[str, str] | None = None,
         limit: int,
         after: str | None = None,
-    ) -> list[SandboxRow]:
+    ) -> Rows:
         """Newest first; those older than the sandbox `after`. `metadata`: each given pair must be there."""
         query = select(sandboxes).order_by(sandboxes.c.created_at.desc(), sandboxes.c.id.desc()).limit(limit)
         if states:
@@ -166,7 +169,7 @@ class Store:
             )
         return self._rows(query)
 
-    def events(self, sandbox: str) -> list[dict[str, Any]]:
+    def events(self, sandbox: str) -> Events:
         """Every transition of a sandbox, in order."""
         query = select(events).where(events.c.sandbox == sandbox).order_by(events.c.sequence)
         with self._connection.begin():
@@ -207,7 +210,7 @@ class Store:
 
     # inside
 
-    def _rows(self, query: Select[Any]) -> list[SandboxRow]:
+    def _rows(self, query: Select[Any]) -> Rows:
         with self._connection.begin():
             return [SandboxRow.of(row) for row in self._connection.execute(query).mappings()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -13,12 +12,13 @@ from starlette.responses import Response
 
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
+from llm4agents.api.routes.node import with_progress
 from llm4agents.engine import lifecycle
 from llm4agents.engine.engine import Engine, Wish
-from llm4agents.errors import InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import InvalidRequestError
+from llm4agents.images.progress import Progress
 
 router = APIRouter(prefix="/v1/sandboxes")
-PROGRESS_EVERY_S = 0.1
 
 
 @router.post("", status_code=201)
@@ -40,37 +40,23 @@ async def create(body: models.Create, request: Request) -> Response:
 
 
 async def progress_of(engine: Engine, wish: Wish) -> AsyncGenerator[dict[str, Any], None]:
-    """Progress lines while the template is built, then the sandbox."""
-    queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=256)
+    """Progress lines while the template is built, then the sandbox, which is ended if nobody hears of it."""
+    told = False
+    made: list[str] = []
 
-    def tell(step: str, detail: str, fraction: float | None) -> None:
-        # A reader that is slow misses steps; it never holds up a build.
-        with contextlib.suppress(asyncio.QueueFull):
-            queue.put_nowait({"type": "progress", "step": step, "detail": detail, "fraction": fraction})
+    async def work(progress: Progress) -> dict[str, Any]:
+        row = await engine.create(wish, progress)
+        made.append(row.id)
+        return {"type": "sandbox", **models.sandbox(row)}
 
-    task = asyncio.create_task(engine.create(wish, tell))
-    row = None
     try:
-        while not task.done():
-            getter = asyncio.create_task(queue.get())
-            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                yield getter.result()
-            else:
-                getter.cancel()
-        while not queue.empty():
-            yield queue.get_nowait()
-        row = task.result()
-        yield {"type": "sandbox", **models.sandbox(row)}
-        row = None
+        async with contextlib.aclosing(with_progress(work)) as lines:
+            async for line in lines:
+                yield line
+        told = True
     finally:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
-                await task
-        elif not task.cancelled() and task.exception() is None and row is not None:
-            # The client went away before it knew the id: nobody could ever use or end this sandbox.
-            await engine.kill(row.id, "the client went away during create")
+        if made and not told:
+            await engine.kill(made[0], "the client went away during create")
 
 
 @router.get("")

@@ -1,0 +1,107 @@
+"""The ASGI application: routes, errors as problem details, and the count of requests that keeps a server alive."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llm4agents import __version__
+from llm4agents.api.answers import Json
+from llm4agents.api.context import Context
+from llm4agents.api.routes import calls, files, node, sandboxes
+from llm4agents.errors import (
+    InvalidRequestError,
+    LLM4AgentsError,
+    NotFoundError,
+    ServerUnavailableError,
+    UnknownOutcomeError,
+    to_wire,
+)
+
+log = structlog.get_logger()
+_WHILE_STOPPING = ("/v1/server", "/v1/server/stop")
+
+
+class Counted:
+    """Counts requests under way, and refuses new ones while the server is stopping."""
+
+    def __init__(self, app: ASGIApp, context: Context) -> None:
+        self.app, self.context = app, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self.context.stop.is_set() and scope["path"] not in _WHILE_STOPPING:
+            error = ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+            await problem(error, self.context)(scope, receive, send)
+            return
+        self.context.active += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.context.active -= 1
+            self.context.last_request_s = time.monotonic()
+
+
+def problem(error: LLM4AgentsError, context: Context) -> Response:
+    """Problem details; an error of the server's own says where its log is."""
+    body = to_wire(error)
+    if error.http_status >= 500:
+        body["details"] = {**body["details"], "log": str(context.settings.server_log)}
+    return Json(body, status_code=error.http_status, media_type="application/problem+json")
+
+
+def _words(error: RequestValidationError) -> str:
+    def one(found: Any) -> str:
+        place = ".".join(str(part) for part in found["loc"] if part not in ("body", "query"))
+        message = str(found["msg"]).removeprefix("Value error, ")
+        if found["type"] == "extra_forbidden":
+            message = "there is no such field"
+        return f"{place}: {message}" if place else message
+
+    return "; ".join(one(found) for found in error.errors()[:5])
+
+
+def create_app(context: Context) -> FastAPI:
+    app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
+    app.state.context = context
+    for module in (node, sandboxes, calls, files):
+        app.include_router(module.router)
+    app.add_middleware(Counted, context=context)
+
+    @app.exception_handler(LLM4AgentsError)
+    async def _ours(_: Request, error: LLM4AgentsError) -> Response:
+        return problem(error, context)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+        return problem(InvalidRequestError(_words(error)), context)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            return problem(NotFoundError(f"there is no {request.url.path} here"), context)
+        return problem(InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}"), context)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(request: Request, error: Exception) -> Response:
+        log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
+        return problem(
+            UnknownOutcomeError(f"the server failed: {type(error).__name__}", hint="its log says more"),
+            context,
+        )
+
+    return app

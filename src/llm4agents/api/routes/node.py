@@ -1,0 +1,167 @@
+"""/v1/server, templates, doctor, du, prune: the node itself.
+
+Bundles are files of the host, named by path: only its own user can reach this server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llm4agents import __version__, limits
+from llm4agents.api import context, models
+from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
+from llm4agents.engine import doctor
+from llm4agents.errors import InvalidRequestError, LLM4AgentsError
+from llm4agents.images import spec
+from llm4agents.images.progress import Progress, silent
+
+router = APIRouter(prefix="/v1")
+API = 1
+
+
+@router.get("/server")
+async def server(request: Request) -> Response:
+    here = context.of(request)
+    can = await here.engine.capabilities()
+    emulated = can is not None and can.accelerator == "tcg"
+    return Json(
+        {
+            "version": __version__,
+            "api": API,
+            "pid": os.getpid(),
+            "state": str(here.settings.state),
+            "log": str(here.settings.server_log),
+            "started_at": here.started_at,
+            "sandboxes": here.engine.alive,
+            "accelerator": can.accelerator if can else None,
+            "why_not_kvm": can.why_not_kvm if can else "no VMM can run here; llm4agents doctor says why",
+            "slowdown_note": doctor.SLOWDOWN if emulated else None,
+        }
+    )
+
+
+@router.post("/server/stop")
+async def stop(body: models.Stop, request: Request) -> Response:
+    here = context.of(request)
+    here.keep = body.keep
+    here.stop.set()
+    return Json({"stopping": True, "keep": body.keep}, status_code=202)
+
+
+@router.get("/doctor")
+async def doctor_(request: Request) -> Response:
+    return Json(await doctor.report_async(context.of(request).settings))
+
+
+async def with_progress(
+    work: Callable[[Progress], Awaitable[dict[str, Any]]],
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Progress lines of `work`, then its result as the last line. Closing it cancels the work."""
+    queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=256)
+
+    def tell(step: str, detail: str, fraction: float | None) -> None:
+        # A reader that is slow misses steps; it never holds up a build. Builds also tell from threads.
+        line = {"type": "progress", "step": step, "detail": detail, "fraction": fraction}
+        loop.call_soon_threadsafe(_put, queue, line)
+
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work(tell))
+    try:
+        while not task.done():
+            getter = asyncio.ensure_future(queue.get())
+            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                yield getter.result()
+            else:
+                getter.cancel()
+        while not queue.empty():
+            yield queue.get_nowait()
+        yield task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                await task
+
+
+def _put(queue: asyncio.Queue[dict[str, Any]], line: dict[str, Any]) -> None:
+    with contextlib.suppress(asyncio.QueueFull):
+        queue.put_nowait(line)
+
+
+@router.get("/templates")
+async def templates(request: Request) -> Response:
+    registry = context.of(request).engine.templates
+    built = [registry.describe(variant) for variant in registry.list()]
+    names = {entry["name"] for entry in built}
+    known = [
+        {"name": name, "built": False, "description": wanted.description}
+        for name, wanted in spec.BUILTIN.items()
+        if name not in names
+    ]
+    return Json({"data": built + known})
+
+
+@router.post("/templates/import")
+async def import_(body: models.LocalFile, request: Request) -> Response:
+    registry = context.of(request).engine.templates
+    variant = await unless_gone(request, registry.import_(_local(body.file), silent))
+    return Json(registry.describe(variant))
+
+
+@router.post("/templates/{name}/build")
+async def build(name: str, body: models.Build, request: Request) -> Response:
+    registry = context.of(request).engine.templates
+    spec.get(name)
+
+    async def work(progress: Progress) -> dict[str, Any]:
+        variant, _ = await registry.variant(
+            name,
+            body.vcpus or limits.DEFAULT_VCPUS,
+            body.memory_mib or limits.DEFAULT_MEMORY_MIB,
+            progress,
+            rebuild=body.force,
+        )
+        return {"type": "template", **registry.describe(variant)}
+
+    return Stream(with_progress(work), lines=True, media_type=NDJSON)
+
+
+@router.post("/templates/{name}/export")
+async def export(name: str, body: models.LocalFile, request: Request) -> Response:
+    registry = context.of(request).engine.templates
+    file = _local(body.file)
+    work = registry.export(name, file, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB, silent)
+    return Json({"file": str(file), "bytes": await unless_gone(request, work)})
+
+
+@router.delete("/templates/{name}")
+async def remove(name: str, request: Request) -> Response:
+    await context.of(request).engine.templates.remove(name)
+    return Json({"name": name})
+
+
+@router.get("/du")
+async def du(request: Request) -> Response:
+    return Json(await asyncio.to_thread(context.of(request).engine.usage))
+
+
+@router.post("/prune")
+async def prune(body: models.Prune, request: Request) -> Response:
+    return Json(await context.of(request).engine.prune(everything=body.all))
+
+
+def _local(file: str) -> Path:
+    path = Path(file)
+    if not path.is_absolute():
+        raise InvalidRequestError(
+            f"{file!r} is not an absolute path", hint="the server's directory is not yours"
+        )
+    return path

@@ -1,0 +1,203 @@
+"""The server process: `python -m llm4agents.api.server`. One per state directory, over a unix socket.
+
+Order: take the lock, open the store, take over what lives, and only then listen: who can connect is served.
+It leaves by itself when nothing lives and nobody has asked for anything for a while. SIGTERM and SIGINT leave
+sandboxes to the next server (their deadlines hold); `POST /v1/server/stop` ends them unless it says keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from llm4agents.api.app import create_app
+from llm4agents.api.context import Context
+from llm4agents.config import Settings, settings
+from llm4agents.engine.engine import Engine
+from llm4agents.errors import ConflictError, HostSetupError, LLM4AgentsError, to_wire
+from llm4agents.store import open_store
+
+START_FAILED = "LLM4AGENTS-START-FAILED "
+LOG_BYTES_MAX = 10 << 20
+KEEP_ALIVE_S = 75
+DRAIN_S = 5
+EXIT_FAILED, EXIT_LOST_RACE = 1, 3
+
+
+def lock_state(where: Settings) -> int:
+    """Take the state directory's lock for the life of the process. Raises ConflictError naming who has it."""
+    where.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(where.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        raise ConflictError(
+            f"a server (pid {holder}) already has the state directory {where.state}",
+            hint="use it, or llm4agents server stop, or set LLM4AGENTS_STATE to another directory",
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def prepare_run_dir(run_dir: Path) -> None:
+    """Make the directory of sockets, ours alone. Raises HostSetupError when somebody else's is in its place."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = run_dir.lstat()
+    if not run_dir.is_dir() or run_dir.is_symlink() or found.st_uid != os.geteuid():
+        raise HostSetupError(
+            f"{run_dir} is not a directory of ours", hint="set LLM4AGENTS_RUN to another one"
+        )
+    run_dir.chmod(0o700)
+    (run_dir / "vm").mkdir(exist_ok=True, mode=0o700)
+
+
+def listen(path: Path) -> socket.socket:
+    """The listening socket, mode 0600, in place of one a dead server left (we hold the lock)."""
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        raise HostSetupError(
+            f"cannot listen on {path}: {error}", hint="set LLM4AGENTS_RUN to a short path"
+        ) from error
+    finally:
+        os.umask(before)
+    sock.listen(512)
+    sock.setblocking(False)
+    return sock
+
+
+def configure_logs(level: str) -> None:
+    """JSON lines on stderr, which whoever started us has sent to the log."""
+    number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def trim_log(path: Path) -> None:
+    """Keep the last half of a log that has grown past its bound; it is open for appending, so in place."""
+    with contextlib.suppress(OSError):
+        size = path.stat().st_size
+        if size > LOG_BYTES_MAX:
+            with path.open("rb") as file:
+                file.seek(size - LOG_BYTES_MAX // 2)
+                kept = file.read()
+            os.truncate(path, 0)
+            with path.open("ab") as file:
+                file.write(kept)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: ours decide what happens to the sandboxes."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+async def serve(where: Settings) -> None:
+    log = structlog.get_logger()
+    prepare_run_dir(where.run_dir)
+    store = open_store(where.state / "store.db")
+    engine = Engine(where, store)
+    context = Context(where, engine)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _leave, context)
+    try:
+        await engine.start()
+        sock = listen(where.socket_path)
+        config = uvicorn.Config(
+            create_app(context),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+            server_header=False,
+            h11_max_incomplete_event_size=65_536,
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        log.info("listening", socket=str(where.socket_path), pid=os.getpid(), alive=engine.alive)
+        await _until_stop(context, serving)
+        log.info("stopping", keep=context.keep, alive=engine.alive)
+        where.socket_path.unlink(missing_ok=True)
+        await engine.close(keep=context.keep)
+        server.should_exit = True
+        await serving
+    finally:
+        store.close()
+    log.info("stopped")
+
+
+def _leave(context: Context) -> None:
+    context.keep = True
+    context.stop.set()
+
+
+async def _until_stop(context: Context, serving: asyncio.Task[None]) -> None:
+    """Until somebody stops us, or nothing has lived and nobody has called for the idle time."""
+    idle_s = context.settings.server_idle_exit_s
+    while not serving.done():
+        trim_log(context.settings.server_log)
+        busy = context.active or context.engine.alive
+        if busy:
+            context.last_request_s = time.monotonic()
+        left = context.last_request_s + idle_s - time.monotonic()
+        if not busy and left <= 0:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(max(left, 0.1), 10.0)):
+                await context.stop.wait()
+                return
+
+
+def main() -> int:
+    os.umask(0o077)
+    try:
+        where = settings()
+        configure_logs(where.log_level)
+        lock = lock_state(where)
+        try:
+            asyncio.run(serve(where))
+        finally:
+            os.close(lock)
+    except LLM4AgentsError as error:
+        sys.stderr.write(START_FAILED + json.dumps(to_wire(error)) + "\n")
+        return EXIT_LOST_RACE if isinstance(error, ConflictError) else EXIT_FAILED
+    except Exception as error:
+        structlog.get_logger().error("server_failed", exc_info=error)
+        failed = HostSetupError(f"the server could not start: {type(error).__name__}: {error}")
+        sys.stderr.write(START_FAILED + json.dumps(to_wire(failed)) + "\n")
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

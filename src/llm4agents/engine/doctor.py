@@ -1,0 +1,154 @@
+"""Can this host do the main job, and if not, what is missing. Works without a server and without QEMU.
+
+Reads and probes; changes nothing but the probe's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from llm4agents import binaries, limits
+from llm4agents.config import Settings
+from llm4agents.engine import admission, parts
+from llm4agents.errors import LLM4AgentsError
+from llm4agents.images.cache import Cache
+from llm4agents.images.process import PATH
+from llm4agents.vmm.base import Capabilities
+from llm4agents.vmm.qemu.driver import QemuDriver
+
+TOOLS = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "qemu-img": "qemu-utils",
+    "mmdebstrap": "mmdebstrap",
+    "mkfs.erofs": "erofs-utils",
+    "mke2fs": "e2fsprogs",
+    "apt-get": "apt",
+    "dpkg-deb": "dpkg",
+}
+"""Host tools, and the Debian package that brings each."""
+SLOWDOWN = (
+    "code runs in software emulation: about 10 to 20 times slower than native (scripts/bench compute measures it); "
+    "each sandbox is a separate kernel all the same"
+)
+NEEDED_MIB = limits.DEFAULT_MEMORY_MIB + limits.TB_SIZE_MIB + admission.VMM_MIB + admission.HEADROOM_MIB
+DISK_BYTES_NEEDED = 8 << 30
+"""For building both templates from nothing."""
+
+
+def report(settings: Settings) -> dict[str, Any]:
+    """The report of docs/design/interfaces.md. Takes seconds the first time (the KVM probe), then a fraction."""
+    return asyncio.run(report_async(settings))
+
+
+async def report_async(settings: Settings) -> dict[str, Any]:
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, ok: bool, detail: str, hint: str | None = None, *, required: bool = True) -> None:
+        checks.append(
+            {"name": name, "ok": ok, "required": required, "detail": detail, "hint": None if ok else hint}
+        )
+
+    linux = platform.system() == "Linux" and platform.machine() == "x86_64"
+    check(
+        "platform", linux, f"{platform.system()} {platform.machine()}", "use a remote server: LLM4AGENTS_URL"
+    )
+    tools = {name: _version(name) for name in TOOLS}
+    missing = sorted({TOOLS[name] for name, version in tools.items() if version is None})
+    for name, version in tools.items():
+        check(name, version is not None, version or "not installed", f"apt-get install {TOOLS[name]}")
+    for name in (binaries.AGENT, binaries.SHIM):
+        try:
+            check(name, True, str(binaries.path(name)))
+        except LLM4AgentsError as error:
+            check(name, False, error.message, error.hint)
+    can, why = await _capabilities(settings)
+    check("vmm", can is not None, f"QEMU {can.version}" if can else str(why), "llm4agents setup")
+    accelerator = can.accelerator if can else None
+    check(
+        "kvm",
+        accelerator == "kvm",
+        "in use" if accelerator == "kvm" else str(can.why_not_kvm if can else "not probed: no QEMU"),
+        "sandboxes run in software emulation without it",
+        required=settings.require_kvm,
+    )
+    host = admission.host(_existing(settings.state))
+    memory_mib = host.memory_available_bytes >> 20
+    check(
+        "memory",
+        memory_mib >= NEEDED_MIB,
+        f"{memory_mib} MiB available",
+        f"{NEEDED_MIB} MiB are needed for one",
+    )
+    free = shutil.disk_usage(_existing(settings.cache)).free
+    templates = _templates(settings)
+    needed = limits.DISK_FREE_BYTES_MIN if templates else DISK_BYTES_NEEDED
+    check("disk", free >= needed, f"{free >> 20} MiB free", f"{needed >> 20} MiB are needed")
+    return {
+        "ok": all(entry["ok"] for entry in checks if entry["required"]),
+        "accelerator": accelerator,
+        "why_not_kvm": can.why_not_kvm if can else why,
+        "slowdown_note": SLOWDOWN if accelerator == "tcg" else None,
+        "checks": checks,
+        "packages_missing": missing,
+        "tools": tools,
+        "templates": templates,
+        "disk_free_bytes": free,
+        "memory_available_bytes": host.memory_available_bytes,
+        "cores": os.cpu_count(),
+        "state": str(settings.state),
+        "cache": str(settings.cache),
+        "run": str(settings.run_dir),
+    }
+
+
+async def _capabilities(settings: Settings) -> tuple[Capabilities | None, str | None]:
+    driver = QemuDriver(settings)
+    try:
+        return await driver.capabilities(), None
+    except LLM4AgentsError as error:
+        return None, error.message
+    except OSError as error:
+        return None, f"the probe could not run: {error.strerror}"
+    finally:
+        await driver.close()
+
+
+def _version(name: str) -> str | None:
+    """First line of what a tool says of its version; None when it is not installed."""
+    path = shutil.which(name, path=PATH)
+    if path is None:
+        return None
+    flag = "-V" if name in ("mke2fs", "mkfs.erofs") else "--version"
+    try:
+        run = subprocess.run(
+            [path, flag], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return path
+    lines = (run.stdout or run.stderr).strip().splitlines()
+    return lines[0].strip() if lines else path
+
+
+def _templates(settings: Settings) -> list[dict[str, Any]]:
+    cache = Cache(settings.cache)
+    found = []
+    for path in sorted(cache.templates.glob("*/keys/*")):
+        try:
+            variant = parts.load(path, cache.blob)
+        except LLM4AgentsError:
+            continue
+        found.append({"name": variant.name, "vcpus": variant.vcpus, "memory_mib": variant.memory_mib})
+    return found
+
+
+def _existing(path: Path) -> Path:
+    """The nearest directory that exists: disk figures can be asked before anything was made."""
+    while not path.exists():
+        path = path.parent
+    return path

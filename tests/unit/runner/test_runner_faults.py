@@ -276,8 +276,13 @@ def test_idle_processes_do_not_wake(warmed: Runner) -> None:
     pid = int(warmed.ok("import os; os.getpid()").value)
 
     def switches(of: int) -> int:
-        status = Path(f"/proc/{of}/status").read_text()
-        return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
+        """How often it has gone to sleep, once it sleeps."""
+        while True:
+            status = Path(f"/proc/{of}/status").read_text()
+            if "State:\tS" in status:
+                found = [line for line in status.splitlines() if line.startswith("voluntary")]
+                return int(found[0].split()[1])
+            os.sched_yield()
 
     before = [switches(each) for each in (pid, warmed.process.pid)]
     for _ in range(20):

@@ -342,13 +342,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--cwd", help="working directory; default: the home directory")
     parser.add_argument("--grace-s", type=float, default=wire.GRACE_S, help="from a timeout to a kill, seconds")
     options = parser.parse_args(arguments)
+    path, ready = os.path.abspath(options.socket), options.ready and options.ready.absolute()
+    cells = cells_of(options.warm.read_text(encoding="utf-8")) if options.warm else []
     _prepare_environment()
     os.chdir(options.cwd or Path.home())
     _prepare_path()
     _preload([name for name in options.preload.split(",") if name])
-    cells = cells_of(options.warm.read_text(encoding="utf-8")) if options.warm else []
-    zygote = Zygote(options.socket, options.grace_s)
+    zygote = Zygote(path, options.grace_s)
     gc.collect()
     gc.freeze()
-    zygote.warm([*cells, "print(6*7)"], options.ready)
+    zygote.warm([*cells, "print(6*7)"], ready)
     zygote.serve()

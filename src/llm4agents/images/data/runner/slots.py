@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -73,7 +74,9 @@ class Peer:
         except BlockingIOError:
             self._wait()
             return
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                print(f"runner: sending: {error}", file=sys.stderr)  # noqa: T201 (the service's log)
             self.close()
         finally:
             if self._lock is not None:
@@ -267,7 +270,7 @@ class Slot:
         window = self.window
         if window.b[BUSY]:
             for pipe in self._pipes:
-                self._pump(pipe, bytes_max=1024 * 1024)
+                self._pump(pipe, bytes_max=1024 * 1024, dead=True)
             peer = self._current_peer()
             torn = window.b[BIG]
             self._peer = None
@@ -346,12 +349,14 @@ class Slot:
             raise
         return True
 
-    def _pump(self, pipe: _Pipe, bytes_max: int = 65_536) -> None:
+    def _pump(self, pipe: _Pipe, bytes_max: int = 65_536, *, dead: bool = False) -> None:
         window = self.window
+        if self._waiting() and not dead:
+            return  # told before it was switched off
         window.b[PUMPING] = 1  # before the read: the worker's settle() looks at the pipe, then at this
         self._in_pump = True
         try:
-            while bytes_max > 0:
+            while bytes_max > 0 and (dead or not self._waiting()):
                 data = os.read(pipe.read_fd, min(bytes_max, 65_536))
                 bytes_max -= len(data)
                 window.w[SENT] = (window.w[SENT] + len(data)) & 0xFFFFFFFF
@@ -359,11 +364,14 @@ class Slot:
         except BlockingIOError:
             pass
         self._in_pump = False
-        if self._peer is not None and self._peer.waiting:
+        if self._waiting():
             for each in self._pipes:
                 self._events.change(each.read_fd, 0)  # no more until the host has read this
         else:
             window.b[PUMPING] = 0
+
+    def _waiting(self) -> bool:
+        return self._peer is not None and self._peer.waiting
 
     def _deliver(self, pipe: _Pipe, text: str) -> None:
         peer = self._current_peer() if self.window.b[BUSY] else None

@@ -67,8 +67,10 @@ class Connection:
         if flags[LATE]:
             self._nudge()
         while self._poll.poll(0) or flags[PUMPING] or flags[LATE]:
-            if (self._window.w[SENT] - start) & 0xFFFFFFFF >= target:
-                return  # something in the background writes for ever; what was there before is out
+            # More than was there and in flight has been read, and the zygote reads only when all before is sent:
+            # something in the background writes for ever, and what was there before is out.
+            if (self._window.w[SENT] - start) & 0xFFFFFFFF > target:
+                return
             time.sleep(0.0003)
             if flags[LATE] and not flags[PUMPING]:
                 self._nudge()  # it was read while no cell ran, and put aside a moment ago

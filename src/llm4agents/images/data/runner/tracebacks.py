@@ -70,7 +70,8 @@ def _strip(shown: traceback.TracebackException, seen: set[int]) -> None:
     for entry in shown.stack:
         if entry.filename.startswith(_RUNNER):
             continue
-        if entry.filename.startswith(_LIBRARIES):
+        # Compiled extensions name their sources by relative paths.
+        if entry.filename.startswith(_LIBRARIES) or entry.filename.endswith((".pyx", ".pxi")):
             library = entry
         else:
             library = None

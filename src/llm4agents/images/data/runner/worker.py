@@ -184,14 +184,15 @@ class Worker:
                 self._stdout.flush()
                 self._stderr.flush()
                 connection.settle()
-                connection.raw(wire.end_frame(status, self._count))
                 break
             except KeyboardInterrupt:  # pragma: no cover (raised by a handler that a cell installed)
                 continue
-        connection.fd = None
+        # Before the host may hang up: that must neither wake the zygote nor interrupt what the cell left running.
         self._busy[BUSY] = 0
-        # The host has its answer; what follows is off its path.
         self._hangups.remove(fd)
+        connection.raw(wire.end_frame(status, self._count))
+        connection.fd = None
+        # The host has its answer; what follows is off its path.
         if timed:
             wire.timer_set(self._own.timer_fd, 0)
         drain(self._own.stash_out)

@@ -77,7 +77,7 @@ def modinfo(elf: bytes) -> dict[str, str]:
                         pairs.setdefault(key.decode("ascii", "replace"), value.decode("utf-8", "replace"))
                 return pairs
         raise ValueError("no .modinfo section")
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, OverflowError) as error:
         raise HostSetupError(f"a kernel module could not be read: {error}") from error
 
 

@@ -179,6 +179,9 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
                 await asyncio.wait_for(process.wait(), STOP_GRACE_S)
         send(signal.SIGKILL)
         await process.wait()
+        for pipe in (process.stdout, process.stderr):  # to its end, which closes it
+            with contextlib.suppress(asyncio.TimeoutError, RuntimeError):
+                await asyncio.wait_for(pipe.read() if pipe else asyncio.sleep(0), 1.0)
 
     ending = asyncio.ensure_future(end())
     try:

@@ -6,7 +6,7 @@ how values look.
 
 from __future__ import annotations
 
-import __future__
+import __future__  # isort: skip
 import ast
 import linecache
 import re
@@ -26,7 +26,7 @@ NOTHING = object()
 
 
 class Interpreter:
-    """The namespace of a context and what compiling leaves behind between cells (`from __future__` flags, event loop)."""
+    """The namespace of a context, and what else cells leave to the next: `from __future__` flags, the event loop."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -39,7 +39,7 @@ class Interpreter:
         lines = code.splitlines(True)
         if lines and not lines[-1].endswith("\n"):
             lines[-1] += "\n"
-        # An entry without a time stamp is never thrown away, so tracebacks and inspect.getsource work for ever.
+        # An entry without a time stamp is never thrown away: tracebacks and inspect.getsource work for ever.
         linecache.cache[filename] = (len(code), None, lines, filename)
         flags = self._flags
         if "await" in code or "async" in code:

@@ -1,7 +1,7 @@
-"""How values look: MIME bundles, open figures, and the `display` builtin. IPython's conventions without IPython.
+"""How values look: MIME bundles, open figures, the `display` builtin. IPython's conventions without IPython.
 
-Nothing here may end a cell: a representation that fails falls back to the next poorer one, and at last to a line
-that says so.
+Nothing here may end a cell: a representation that fails falls back to the next poorer one, and at last to a
+line that says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """IPython's `%magics`, `!commands`, `name?` and display functions, for the cells that use them and no others.
 
-IPython is imported on first use (seconds in an emulated guest unless the template preloads it). Only its input
-transformer and an InteractiveShell for `get_ipython()` are used; cells are still run by `cell.Interpreter`.
+IPython is imported on first use (seconds in an emulated guest unless the template preloads it). Only its
+input transformer and an InteractiveShell for `get_ipython()` are used; `cell.Interpreter` still runs the cells.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import re
 import sys
+from importlib import import_module
 from typing import Any
 
 from .display import Display
@@ -42,14 +43,13 @@ def patch_display() -> None:
     if _display is None:
         return
     try:
-        import IPython.display as public
-        from IPython.core import display_functions
+        public = import_module("IPython.display")
+        display_functions = import_module("IPython.core.display_functions")
     except ImportError:
         return
     for module in (display_functions, public):
-        if module.display is not _display.display:
-            module.display = _display.display
-            module.clear_output = _nothing
+        if module.display != _display.display:
+            vars(module).update(display=_display.display, clear_output=_nothing)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -70,27 +70,26 @@ def _get_shell() -> Any:
     if _shell is not None:
         return _shell
     try:
-        from IPython.core.displaypub import DisplayPublisher
-        from IPython.core.interactiveshell import InteractiveShell
-        from traitlets.config import Config
+        publisher: Any = import_module("IPython.core.displaypub").DisplayPublisher
+        interactive: Any = import_module("IPython.core.interactiveshell").InteractiveShell
+        config: Any = import_module("traitlets.config").Config()
     except ImportError as error:
         raise SyntaxError(
             f"this cell uses IPython syntax (% ! ?), and IPython is not installed: {error}"
         ) from None
     display = _display
 
-    class Publisher(DisplayPublisher):  # type: ignore[misc]
+    class Publisher(publisher):  # type: ignore[misc]
         def publish(self, data: Any, *_: Any, **__: Any) -> None:
             if display is not None:
                 display.publish(dict(data))
 
     main = sys.modules["__main__"]
-    config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "NoColor"
     config.InteractiveShell.display_pub_class = Publisher
     hook, excepthook = sys.displayhook, sys.excepthook
-    shell = InteractiveShell.instance(config=config, user_module=main, user_ns=main.__dict__)
+    shell = interactive.instance(config=config, user_module=main, user_ns=main.__dict__)
     sys.modules["__main__"] = main
     sys.displayhook, sys.excepthook = hook, excepthook
     shell.display_pub = Publisher(parent=shell)

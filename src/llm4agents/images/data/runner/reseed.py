@@ -1,4 +1,4 @@
-"""Fresh randomness for a process that is a copy: after a fork, and after every clone or resume of the machine.
+"""Fresh randomness for a process that is a copy: after a fork, and after every clone or resume.
 
 Standard library and numpy's legacy global generator, as far as they are imported. `secrets`, `os.urandom` and
 `random.SystemRandom` ask the kernel, which the agent reseeds. Generators that code made for itself
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 BOOT_ID = "/run/llm4agents/boot-id"
 """Rewritten by the agent in post_restore, before anything is thawed."""
@@ -16,7 +17,7 @@ BOOT_ID = "/run/llm4agents/boot-id"
 
 def reseed() -> None:
     """Reseed everything global. Never raises: it runs in signal handlers."""
-    modules = sys.modules
+    modules: dict[str, Any] = dict(sys.modules)
     try:
         entropy = os.urandom(64)
         random = modules.get("random")
@@ -45,7 +46,7 @@ def reseed() -> None:
 def generation() -> tuple[int, int] | None:
     """Which life of the machine this is; changes with every clone and resume. None outside a guest."""
     try:
-        found = os.stat(BOOT_ID)
+        found = os.stat(BOOT_ID)  # noqa: PTH116 (on the hot path: no Path)
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns

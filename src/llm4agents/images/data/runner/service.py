@@ -1,8 +1,8 @@
 """The zygote: imports everything once, forks a worker per context, and serves what workers cannot.
 
-It sleeps while cells run and end well. It wakes for connections while the default worker is busy, for other contexts,
-for interrupts, timeouts, restarts, dead workers, and for what C code and child processes print. It never waits for
-anyone: every descriptor it reads or writes is non-blocking. No threads, no timers that tick.
+It sleeps while cells run and end well. It wakes for connections while the default worker is busy, for other
+contexts, for interrupts, timeouts, restarts, dead workers, and for what C code and child processes print. It
+never waits for anyone: every descriptor it reads or writes is non-blocking. No threads, no timers that tick.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ class Zygote:
         Worker(slot.inherited).serve()
 
     def warm(self, cells: list[str], ready: Path | None) -> None:
-        """Run cells through the real socket in the default worker, from a child process; then say so in `ready`.
+        """Run cells through the real socket in the default worker, from a child process; then write `ready`.
 
-        Faults in the pages and imports the parts that a first cell would otherwise pay for, and leaves no trace.
+        Faults in the pages and imports the parts that a first cell would pay for, and leaves no trace.
         """
         pid = os.fork()
         if not pid:
@@ -285,7 +285,7 @@ def _prepare_environment() -> None:
 
 
 def _prepare_path() -> None:
-    """`import` finds modules in the working directory and what `pip install --user` puts there, also later."""
+    """`import` finds modules in the working directory and what `pip install --user` brings, also later."""
     import site
 
     user_site = site.getusersitepackages()
@@ -302,7 +302,7 @@ def _preload(names: list[str]) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            print(f"runner: preload: {error}", file=sys.stderr)  # noqa: T201 (the service's log)
+            sys.stderr.write(f"runner: preload: {error}\n")
     pandas = sys.modules.get("pandas")
     if pandas is not None:
         pandas.set_option("display.width", 120)
@@ -312,7 +312,7 @@ def _preload(names: list[str]) -> None:
         warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
-        print(f"runner: preload left {threads - 1} threads; forking with them is unsafe", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"runner: preload left {threads - 1} threads; forking with them is unsafe\n")
 
 
 def cells_of(text: str) -> list[str]:
@@ -330,7 +330,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """The command line of the zygote; docs/design/interfaces.md has it."""
     parser = argparse.ArgumentParser(prog="zygote.py", description="The Python interpreter of a sandbox.")
     parser.add_argument(
-        "--socket", required=True, help="unix socket to listen on; SOCKET.control comes with it"
+        "--socket", type=Path, required=True, help="unix socket to listen on; SOCKET.control comes with it"
     )
     parser.add_argument("--preload", default="", help="modules to import, separated by commas")
     parser.add_argument(
@@ -340,9 +340,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         "--ready", type=Path, help='file to write {"problems": [...]} to when cells are taken'
     )
     parser.add_argument("--cwd", help="working directory; default: the home directory")
-    parser.add_argument("--grace-s", type=float, default=wire.GRACE_S, help="from a timeout to a kill, seconds")
+    parser.add_argument(
+        "--grace-s", type=float, default=wire.GRACE_S, help="from a timeout to a kill, seconds"
+    )
     options = parser.parse_args(arguments)
-    path, ready = os.path.abspath(options.socket), options.ready and options.ready.absolute()
+    path, ready = str(options.socket.absolute()), options.ready and options.ready.absolute()
     cells = cells_of(options.warm.read_text(encoding="utf-8")) if options.warm else []
     _prepare_environment()
     os.chdir(options.cwd or Path.home())

@@ -1,7 +1,8 @@
-"""One context as the zygote sees it: its worker's process, its pipes, and what has to be said on the worker's behalf.
+"""One context as the zygote sees it: its worker's process, its pipes, and what is said on the worker's behalf.
 
-The descriptors of a slot outlive its workers: a process that an interpreter left behind goes on writing to the same
-pipes, and cells that wait for a dead worker are taken by the next. Not here: accepting and reading requests (`zygote`).
+The descriptors of a slot outlive its workers: a process that an interpreter left behind goes on writing to the
+same pipes, and cells that wait for a dead worker are taken by the next. Not here: accepting and reading requests
+(`service`).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Peer:
             return
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-                print(f"runner: sending: {error}", file=sys.stderr)  # noqa: T201 (the service's log)
+                sys.stderr.write(f"runner: sending: {error}\n")
             self.close()
         finally:
             if self._lock is not None:
@@ -225,7 +226,7 @@ class Slot:
             os.killpg(self.pid, signal.SIGINT)
 
     def restart(self, peer: Peer) -> None:
-        """Replace the worker; `peer` hears when the new one is there. A running cell has RESTART_GRACE_S to clean up."""
+        """Replace the worker; `peer` hears when the new one is there. A running cell has RESTART_GRACE_S."""
         self._restarts.append(peer)
         if self.window.b[BUSY]:
             told = self.window.b[CAUSE] and self.window.w[CAUSE_SEQ] == self.window.w[SEQ]

@@ -121,7 +121,7 @@ class Connection:
 
 
 class Stream(io.TextIOBase):
-    """A text stream, line-buffered like a terminal's, that writes events; in a forked child it writes to its descriptor."""
+    """A text stream, line-buffered like a terminal's, that writes events; in a forked child, its descriptor."""
 
     def __init__(self, name: str, fd: int, connection: Connection) -> None:
         self.name = f"<{name}>"
@@ -215,7 +215,7 @@ class _Bytes(io.BufferedIOBase):
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.raw = self  # type: ignore[assignment]
+        self.raw = self
 
     def writable(self) -> bool:
         return True

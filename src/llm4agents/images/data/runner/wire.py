@@ -67,8 +67,8 @@ def end_frame(status: str, count: int) -> bytes:
 
 # One slot's window of the memory that the zygote and a worker share: bytes, then words.
 BUSY, PUMPING, BIG, LATE, CAUSE = range(5)
-"""Bytes. BUSY: a cell is running. PUMPING: the zygote holds output of it that is not sent yet. BIG: the worker
-is in the middle of a frame larger than one skb. LATE: the zygote keeps output that came between cells.
+"""Bytes. BUSY: a cell is running. PUMPING: the zygote holds output of it that is not sent yet. BIG: the
+worker is in the middle of a frame larger than one skb. LATE: the zygote keeps output that came between cells.
 CAUSE: why the zygote sent SIGINT."""
 SEQ, CAUSE_SEQ, COUNT, SENT = 2, 3, 4, 5
 """32-bit words. SEQ numbers the slot's cells for ever; CAUSE_SEQ is the cell CAUSE is about; COUNT is the
@@ -103,7 +103,7 @@ HANGUP_TAG: Final = 0x100000
 
 
 class HangupWatch:
-    """Tells the owner of an epoll that *this* process's peer is gone, without the owner having the descriptor."""
+    """Tells an epoll's owner that *this* process's peer is gone, without the owner having the descriptor."""
 
     def __init__(self, epoll_fd: int, index: int) -> None:
         self._epoll_fd = epoll_fd
@@ -118,7 +118,7 @@ class HangupWatch:
 
 
 def timer_create() -> int:
-    """A monotonic timer as a descriptor (os.timerfd_create comes with Python 3.13); close-on-exec, non-blocking."""
+    """A monotonic, non-blocking timer as a descriptor (os.timerfd_create comes with Python 3.13)."""
     fd = int(_libc.timerfd_create(1, os.O_CLOEXEC | os.O_NONBLOCK))
     if fd < 0:
         raise OSError(ctypes.get_errno(), "timerfd_create")

@@ -1,14 +1,16 @@
 """One context's process: waits for a cell, runs it, answers. The hot path of the product.
 
-The worker of the default context accepts connections itself, so a cell costs one process and one wake-up. While
-it runs a cell it opens the listener to the zygote (an epoll the two share), which then serves interrupts and
-everything else; the zygote sleeps otherwise. Not here: running code (`cell`), values (`display`), output (`streams`).
+The worker of the default context accepts connections itself, so a cell costs one process and one wake-up.
+While it runs a cell it opens the listener to the zygote (an epoll the two share), which then serves interrupts
+and everything else; the zygote sleeps otherwise. Not here: running code (`cell`), values (`display`), output
+(`streams`).
 """
 
 from __future__ import annotations
 
 import array
 import builtins
+import contextlib
 import gc
 import json
 import linecache
@@ -47,8 +49,8 @@ class Inherited:
     control: socket.socket
     stash_in: socket.socket
     stash_out: socket.socket
-    """A socket pair of which the worker has both ends: the running cell's connection lies in it as a message, so
-    that it outlives the worker and the zygote can say on it that the worker died."""
+    """A socket pair of which the worker has both ends: the running cell's connection lies in it as a message,
+    so that it outlives the worker and the zygote can say on it that the worker died."""
     pipes: tuple[int, int]
     timer_fd: int
 
@@ -195,7 +197,7 @@ class Worker:
         # The host has its answer; what follows is off its path.
         if timed:
             wire.timer_set(self._own.timer_fd, 0)
-        drain(self._own.stash_out)
+        drain(self._own.stash_out, messages_max=1)
         self._deferred = False
 
     def _cell(self, request: dict[str, Any]) -> str:
@@ -331,7 +333,7 @@ class Worker:
     def _on_interrupt(self, _signal: int, _frame: Any) -> None:
         if self._child:
             raise KeyboardInterrupt
-        # A cause of an earlier cell is a signal that came too late. No cause at all: the cell signalled itself.
+        # The cause of an earlier cell: a signal that came too late. No cause at all: the cell signalled itself.
         if self._busy[CAUSE] and self._words[CAUSE_SEQ] != self._words[SEQ]:
             return
         if self._starting or self._connection.sending:
@@ -343,10 +345,8 @@ class Worker:
 
     def _nudge(self) -> None:
         """Have the zygote send what it holds for this cell."""
-        try:
+        with contextlib.suppress(OSError):  # it has enough of them waiting
             self._own.control.send(b"N", socket.MSG_DONTWAIT)
-        except OSError:
-            pass  # it has enough of them waiting
 
 
 def _read_request(fd: int) -> bytes:
@@ -396,7 +396,7 @@ def _on_reseed(_signal: int, _frame: Any) -> None:
 
 
 def send_request(control: socket.socket, fd: int, body: bytes) -> None:
-    """Pass a connection and the request read from it to the other process; BlockingIOError if it has too many."""
+    """Pass a connection and the request read from it to the other process; BlockingIOError: it has too many."""
     if len(body) <= 64 * 1024:
         fds = array.array("i", [fd])
         control.sendmsg([b"R" + body], [(*_DESCRIPTORS, fds)], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -434,23 +434,22 @@ def receive_request(control: socket.socket) -> tuple[int, bytes]:
     return fds[0], data[1:]
 
 
-def drain(stash: socket.socket) -> None:
-    """Take everything out of a stash and close it."""
-    for _, fd in take(stash):
+def drain(stash: socket.socket, messages_max: int = 64) -> None:
+    """Take what is in a stash and close it."""
+    for _, fd in take(stash, messages_max):
         os.close(fd)
 
 
-def take(stash: socket.socket) -> list[tuple[int, int]]:
-    """Every (cell number, descriptor) that lies in a stash; the caller owns the descriptors."""
+def take(stash: socket.socket, messages_max: int = 64) -> list[tuple[int, int]]:
+    """(cell number, descriptor) of what lies in a stash; the caller owns the descriptors."""
     found: list[tuple[int, int]] = []
-    while True:
+    for _ in range(messages_max):
         try:
             data, ancillary, _, _ = stash.recvmsg(
                 4, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return found
-        if not data:
-            return found
         for _, _, raw in ancillary:
             found.append((LENGTH.unpack(data)[0], LENGTH.unpack(raw[:4])[0]))
+    return found

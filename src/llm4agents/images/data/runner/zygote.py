@@ -1,4 +1,4 @@
-"""Entry point of the interpreter in the guest: `python3 -I zygote.py --socket PATH [--preload A,B] [--warm FILE]`.
+"""Entry point of the interpreter in the guest: `python3 -I zygote.py --socket PATH [--preload A,B] …`.
 
 Loads the directory it lies in as a package of a name no user's module has; everything else is in `service`.
 """

@@ -192,7 +192,10 @@ def test_jail(run_dir: Path) -> None:
         assert set(fds) == {0, 1, 2, 3}
         assert fds[0] == "/dev/null"
         assert fds[3] == os.readlink(f"/proc/self/fd/{given.fileno()}")
-        bounds = {line[:25].strip(): line[26:].split()[:2] for line in open(f"/proc/{pid}/limits")}
+        bounds = {
+            line[:25].strip(): line[26:].split()[:2]
+            for line in Path(f"/proc/{pid}/limits").read_text().splitlines()
+        }
         assert bounds["Max core file size"] == ["0", "0"]
         assert bounds["Max open files"] == ["64", "64"]
         assert bounds["Max file size"] == [str(1 << 30)] * 2
@@ -266,13 +269,13 @@ def test_as_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
         run_dir = Path(home) / "run"
 
         async def main() -> None:
-            shim.write_deadline(run_dir, time.time() - 100)
             launch = shim.Launch(
                 argv=["/bin/sleep", "100"], env={}, fds=[], run_dir=run_dir, rlimits={"core": 0}
             )
             answer = await shim.start(launch)
             status = status_of(answer.vmm_pid)
             assert (status["NoNewPrivs"], status["CapPrm"], status["CapEff"]) == ("1", "0" * 16, "0" * 16)
+            shim.write_deadline(run_dir, time.time() - 100)
             os.waitpid(answer.shim_pid, 0)
 
         child = os.fork()

@@ -34,6 +34,7 @@ _MIB = 1 << 20
 _VMM_BYTES = 4 << 30
 """Address space of QEMU itself: code, translation cache, thread stacks and arenas."""
 _THREADS_MAX = 128
+_REBUILD = "build the template again"
 
 
 class QemuDriver:
@@ -47,7 +48,7 @@ class QemuDriver:
         self._probe_kernel = probe_kernel
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
-        self._memories: dict[Path, asyncio.Task[int]] = {}
+        self._memories: dict[Path, tuple[int, asyncio.Task[int]]] = {}
 
     # -- what this host can do ----------------------------------------------------------------------------
 
@@ -120,17 +121,23 @@ class QemuDriver:
     async def restore(self, frozen: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> QemuMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
-        ram = await self._memory(frozen)
-        machine = await self._start(frozen.spec, disks, placement, can, {"memory": ram}, clone=True)
-        try:
-            state = os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.ExitStack() as stack:
+            ram = await self._memory(frozen)
+            stack.callback(os.close, ram)
+            try:
+                state = os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise HostSetupError(
+                    f"{frozen.path} is not whole: {error.strerror}", hint=_REBUILD
+                ) from error
+            stack.callback(os.close, state)
+            machine = await self._start(frozen.spec, disks, placement, can, {"memory": ram}, clone=True)
             try:
                 await machine.load(state)
-            finally:
-                os.close(state)
-        except BaseException:
-            await asyncio.shield(machine.stop())
-            raise
+                await machine.announce([disk.slot for disk in disks if disk.slot in command.VOLUME_SLOTS])
+            except BaseException:
+                await asyncio.shield(machine.stop())
+                raise
         return machine
 
     async def adopt(self, record: MachineRecord) -> QemuMachine | None:
@@ -150,10 +157,10 @@ class QemuDriver:
         return None
 
     async def release(self, snapshot_path: Path) -> None:
-        task = self._memories.pop(snapshot_path, None)
-        if task is not None:
+        held = self._memories.pop(snapshot_path, None)
+        if held is not None:
             with contextlib.suppress(LLM4AgentsError, OSError):
-                os.close(await task)
+                os.close(await held[1])
 
     async def close(self) -> None:
         """Let go of everything held; machines live on."""
@@ -163,18 +170,28 @@ class QemuDriver:
     # -- parts --------------------------------------------------------------------------------------------
 
     async def _memory(self, frozen: Snapshot) -> int:
-        """The sealed memory of a snapshot; two restores at once load it once, a failed load is forgotten."""
-        task = self._memories.get(frozen.path)
-        if task is None:
-            size = frozen.spec.memory_mib * _MIB
-            task = asyncio.create_task(
-                asyncio.to_thread(memory.load_sealed, frozen.path / snapshot.MEMORY, size)
-            )
-            self._memories[frozen.path] = task
+        """A descriptor (the caller closes it) of a snapshot's sealed memory.
+
+        Two restores at once load it once; a failed load is forgotten, and so is one whose file was replaced.
+        """
+        path = frozen.path / snapshot.MEMORY
         try:
-            return await _reading(asyncio.shield(task), frozen.path / snapshot.MEMORY)
+            inode = path.stat().st_ino
+        except OSError as error:
+            raise HostSetupError(f"{path} cannot be read: {error.strerror}", hint=_REBUILD) from error
+        held = self._memories.get(frozen.path)
+        if held is not None and held[0] != inode:
+            await self.release(frozen.path)
+            held = None
+        if held is None:
+            size = frozen.spec.memory_mib * _MIB
+            task = asyncio.create_task(asyncio.to_thread(memory.load_sealed, path, size))
+            held = self._memories[frozen.path] = (inode, task)
+        try:
+            # A copy: a release in the middle of a restore must not close what is about to be passed on.
+            return os.dup(await _reading(asyncio.shield(held[1]), path))
         except LLM4AgentsError:
-            if self._memories.get(frozen.path) is task:
+            if self._memories.get(frozen.path) is held:
                 del self._memories[frozen.path]
             raise
 

@@ -253,6 +253,13 @@ class QemuMachine:
         if done != "completed":
             raise await self._boot_error("did not load its snapshot", done)
 
+    async def announce(self, slots: list[str]) -> None:
+        """Tell the guest that these slots hold a volume now: it was frozen with empty ones of another size."""
+        for slot in slots:
+            nodes = await self._command("query-named-block-nodes", flat=True)
+            size = next(node["image"]["virtual-size"] for node in nodes if node.get("node-name") == slot)
+            await self._command("block_resize", node_name=slot, size=size)
+
     async def _migrated(self) -> str:
         """How the migration under way went, `completed` or another word; also when the VM ends in it."""
         assert self._migration is not None

@@ -79,7 +79,7 @@ async def why_not_kvm(qemu: str, version: str, cache: Path, kernel: Path | None 
         return reason
     image = "stub"
     if kernel is not None:
-        stat = kernel.stat()  # noqa: ASYNC240
+        stat = kernel.stat()
         image = f"{kernel} {stat.st_size} {stat.st_mtime_ns}"
     parts = [qemu, version, image, platform.release(), procfs.host_boot_id(), cpu_model()]
     path = cache / f"kvm-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,189 @@
+"""What the conformance suite works with: real parts, a frozen machine of each driver, clones of it.
+
+Everything is made once per test session; a test gets a `Lab` in its own event loop and leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm4agents import binaries
+from llm4agents.config import settings
+from llm4agents.guest.channel import Session
+from llm4agents.guest.verbs import Agent
+from llm4agents.images import disk, spec
+from llm4agents.images.cache import Cache
+from llm4agents.images.initramfs import build_initrd
+from llm4agents.images.kernel import build_kernel
+from llm4agents.images.rootfs import build_rootfs
+from llm4agents.vmm import procfs
+from llm4agents.vmm.base import Disk, Driver, Machine, MachineRecord, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.qemu import snapshot as qemu_snapshot
+from llm4agents.vmm.qemu.driver import QemuDriver
+
+MEMORY_MIB = 512
+UPPER_BYTES = 1 << 30
+
+DRIVERS: dict[str, Callable[[], Driver]] = {"qemu": lambda: QemuDriver(settings())}
+LOADERS: dict[str, Callable[[Path], Snapshot]] = {"qemu": qemu_snapshot.load}
+
+
+@dataclass
+class Frozen:
+    """A machine of `driver` that answered once and was frozen. `home` holds all its files."""
+
+    driver: str
+    home: Path
+    spec: MachineSpec
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return LOADERS[self.driver](self.home / "snapshot")
+
+    def disks(self, overlay: Path) -> tuple[Disk, ...]:
+        root = next(part for part in self.spec.disks if part.slot == "root")
+        return (root, Disk("upper", overlay, "qcow2", False, backing=self.home / "upper.raw"))
+
+
+async def build_spec(home: Path) -> MachineSpec:
+    """The parts of a small machine from the cache (built on the first run), with an upper disk of its own."""
+    cache = Cache(settings().cache)
+
+    def quiet(step: str, detail: str, fraction: float | None) -> None:
+        pass
+
+    async with cache.building(quiet):
+        kernel = await build_kernel(cache, quiet)
+        initrd = build_initrd(kernel, binaries.path(binaries.AGENT), cache)
+        rootfs = await build_rootfs(spec.get("base"), cache, quiet)
+    await disk.make_upper(home / "upper.raw", UPPER_BYTES)
+    disks = (Disk("root", rootfs.path, "raw", True), Disk("upper", home / "upper.raw", "raw", False))
+    return MachineSpec(1, MEMORY_MIB, kernel.vmlinux, initrd.path, disks, kernel_release=kernel.release)
+
+
+async def talk(machine: Machine, *, dirty: bool = False, timeout: float = 90.0) -> Agent:
+    return Agent(await Session.open(await machine.channel(), dirty=dirty, timeout=timeout))
+
+
+async def freeze(name: str, home: Path) -> Frozen:
+    """Boot once, let it answer, freeze it."""
+    driver = DRIVERS[name]()
+    machine_spec = await build_spec(home)
+    run_dir = home / "boot"
+    run_dir.mkdir(mode=0o700)
+    machine = await driver.boot(machine_spec, Placement("conformance-boot", run_dir, time.time() + 300))
+    try:
+        agent = await talk(machine)
+        assert (await run(agent, "mkdir -p /dev/shm; echo template > /dev/shm/state"))[0] == 0
+        await agent.freeze()
+        await agent.session.quiesce()
+        await machine.pause()
+        await machine.snapshot(home / "snapshot")
+    finally:
+        await machine.stop()
+    await disk.make_overlay(home / "upper.raw", home / "empty.qcow2")
+    return Frozen(name, home, machine_spec)
+
+
+async def run(agent: Agent, script: str, timeout_s: float = 60) -> tuple[int | None, str]:
+    """A shell command as root in the guest: its exit code and everything it said."""
+    process = await agent.exec(["/bin/sh", "-c", script], user="root", timeout_s=timeout_s)
+    said = b""
+    async for _, data in process:
+        said += bytes(data)
+    return (await process.wait()).exit_code, said.decode(errors="replace").strip()
+
+
+class Lab:
+    """One test's driver and machines; `lab()` ends them all."""
+
+    def __init__(self, frozen: Frozen, driver: Driver, home: Path) -> None:
+        self.frozen, self.driver, self.home = frozen, driver, home
+        self.machines: list[Machine] = []
+        self._count = 0
+
+    def placement(self, deadline_unix: float | None = None) -> Placement:
+        self._count += 1
+        run_dir = self.home / f"run{self._count}"
+        run_dir.mkdir(mode=0o700)
+        return Placement(f"conformance-{os.getpid()}-{self._count}", run_dir, deadline_unix)
+
+    def overlay(self, directory: Path | None = None) -> Path:
+        path = (directory or self.home) / f"upper{self._count}.qcow2"
+        shutil.copyfile(self.frozen.home / "empty.qcow2", path)
+        return path
+
+    async def restore(
+        self, *, deadline_unix: float | None = None, overlay: Path | None = None, more: tuple[Disk, ...] = ()
+    ) -> Machine:
+        """A clone, paused as the driver left it."""
+        placement = self.placement(deadline_unix)
+        disks = (*self.frozen.disks(overlay or self.overlay()), *more)
+        machine = await self.driver.restore(self.frozen.snapshot, placement, disks)
+        self.machines.append(machine)
+        return machine
+
+    async def clone(self, **options: object) -> tuple[Machine, Agent]:
+        """A clone that runs and answers."""
+        machine = await self.restore(**options)  # type: ignore[arg-type]
+        await machine.resume()
+        return machine, await wake(machine)
+
+
+async def wake(machine: Machine) -> Agent:
+    agent = await talk(machine, timeout=15.0)
+    await agent.post_restore(
+        entropy=os.urandom(64),
+        unix_ns=time.time_ns(),
+        hostname="clone",
+        machine_id="0" * 32,
+        boot_id="b",
+        env={},
+    )
+    return agent
+
+
+@contextlib.asynccontextmanager
+async def lab(frozen: Frozen) -> AsyncIterator[Lab]:
+    driver = DRIVERS[frozen.driver]()
+    home = Path(tempfile.mkdtemp(prefix="l4a-lab-"))
+    it = Lab(frozen, driver, home)
+    try:
+        yield it
+    finally:
+        for machine in it.machines:
+            await machine.stop()
+        await driver.release(frozen.snapshot.path)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def in_lab(frozen: Frozen, test: Callable[[Lab], object]) -> None:
+    """Run the coroutine function `test` with a lab of its own."""
+
+    async def main() -> None:
+        async with lab(frozen) as it, asyncio.timeout(120):
+            await test(it)  # type: ignore[misc]
+
+    asyncio.run(main())
+
+
+def alive(record: MachineRecord) -> bool:
+    return procfs.alive(record.vmm_pid, record.vmm_start_ticks)
+
+
+def other_identity(snapshot: Snapshot, **changes: str) -> Snapshot:
+    return dataclasses.replace(snapshot, identity={**snapshot.identity, **changes})
+
+
+def record_of(text: str) -> MachineRecord:
+    return MachineRecord.from_json(json.loads(text))

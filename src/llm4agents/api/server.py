@@ -179,7 +179,8 @@ async def _until_stop(context: Context, serving: asyncio.Task[None]) -> None:
 
 
 def main() -> int:
-    os.umask(0o077)
+    # Images are built in this process: what their files may be read by must not depend on who starts it.
+    os.umask(0o022)
     try:
         where = settings()
         configure_logs(where.log_level)

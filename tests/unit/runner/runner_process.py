@@ -89,9 +89,9 @@ class Runner:
         self.path = str(directory / "python.sock")
         ready = directory / "ready"
         with (directory / "log").open("wb") as log:
+            paths = ["--socket", self.path, "--ready", str(ready), "--cwd", str(directory)]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", str(ZYGOTE), "--socket", self.path, "--ready", str(ready)]
-                + ["--cwd", str(directory), "--grace-s", "0.5", *arguments],
+                [sys.executable, "-I", str(ZYGOTE), *paths, "--grace-s", "0.5", *arguments],
                 env={**os.environ, "HOME": str(directory), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -82,7 +82,8 @@ def test_huge_values_are_cut_with_a_note(runner: Runner) -> None:
     text = runner.ok("'x' * 5_000_000").value
     assert len(text) < 1_100_000 and "characters left out" in text
     cell = runner.ok(
-        "class A:\n    def _repr_html_(self): return 'x' * 5_000_000\n    def _repr_png_(self): return b'x' * 20_000_000\nA()"
+        "class A:\n    def _repr_html_(self): return 'x' * 5_000_000\n"
+        "    def _repr_png_(self): return b'x' * 20_000_000\nA()"
     )
     data = cell.results[0]["data"]
     assert list(data) == ["text/plain"] and data["text/plain"].count("left out") == 2
@@ -108,7 +109,8 @@ def test_open_figures_are_shown_and_closed(runner: Runner) -> None:
         "    figs = []\n"
         "    @classmethod\n    def get_all_fig_managers(cls): return list(cls.figs)\n"
         "    @classmethod\n    def destroy_all(cls): cls.figs.clear()\n"
-        "    @classmethod\n    def destroy_fig(cls, fig): cls.figs[:] = [m for m in cls.figs if m.canvas.figure is not fig]\n"
+        "    @classmethod\n"
+        "    def destroy_fig(cls, fig): cls.figs[:] = [m for m in cls.figs if m.canvas.figure is not fig]\n"
         "def figure():\n"
         "    f = Figure(); Gcf.figs.append(types.SimpleNamespace(canvas=types.SimpleNamespace(figure=f))); return f\n"
         "for name, content in {'': {}, '.figure': {'Figure': Figure}, '.pyplot': {'show': print, 'figure': figure},\n"

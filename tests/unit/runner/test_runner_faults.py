@@ -67,16 +67,15 @@ def test_a_cell_that_swallows_its_timeout_is_killed(runner: Runner) -> None:
 
 
 def test_a_cell_stuck_in_c_code_is_killed(runner: Runner) -> None:
-    cell = runner.run(
-        "sum(range(10**15))", timeout_s=0.1
-    )
+    cell = runner.run("sum(range(10**15))", timeout_s=0.1)
     assert (cell.status, cell.error["name"]) == ("timed_out", "InterpreterDied")
 
 
 def test_restart_ends_what_runs_and_forgets(runner: Runner) -> None:
     runner.ok("kept = 7")
     cell = runner.start(
-        "while True:\n    try:\n        print('go')\n        for _ in iter(int, 1): pass\n    except KeyboardInterrupt: pass"
+        "while True:\n    try:\n        print('go')\n        for _ in iter(int, 1): pass\n"
+        "    except KeyboardInterrupt: pass"
     ).until("go")
     assert runner.op("restart").status == "ok"
     assert cell.wait().status == "died" and "was restarted" in cell.error["value"]
@@ -170,7 +169,8 @@ def test_threads_left_behind_may_print_later(runner: Runner) -> None:
     cell = runner.ok("go.set(); done.wait(60)")
     assert cell.status == "ok" and "late" in cell.stdout
     runner.ok(
-        "go.clear(); done.clear(); threading.Thread(target=late, daemon=True).start()\nthreading.Timer(0, go.set).start()"
+        "go.clear(); done.clear(); threading.Thread(target=late, daemon=True).start()\n"
+        "threading.Timer(0, go.set).start()"
     )
     assert runner.ok("done.wait(60)").value == "True"
 

@@ -23,7 +23,7 @@ def report() -> dict[str, Any]:
 
         with Client() as client:
             return client.doctor()
-    from llm4agents.engine import doctor
+    import llm4agents.engine.doctor as doctor
 
     found: dict[str, Any] = doctor.report(ours)
     return found

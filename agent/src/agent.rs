@@ -12,7 +12,7 @@ use crate::msgpack::{self, Value, Writer};
 use crate::out::Out;
 use crate::restore;
 use crate::spawn::Spawner;
-use crate::stream::{Inlet, Kind, Outlet, Pull, Push, Stream, WINDOW_BYTES_MAX};
+use crate::stream::{Inlet, Kind, Outlet, Pull, Push, Stream, CREDIT_BYTES, WINDOW_BYTES_MAX};
 use crate::sys::{self, Epoll, EDGE, HUP, IN, OUT, PRI, RDHUP};
 use crate::transfer::{FileSource, ListSource, Sink, Source};
 use crate::users::{Cache, User};
@@ -26,6 +26,10 @@ const STREAMS_MAX: usize = 1024;
 /// Read at most so much before looking at anything else.
 const INPUT_BYTES_MAX: usize = 512 * 1024;
 const EVENTS_MAX: usize = 64;
+/// What a file being written may have on its way, so that the host sends on while a worker writes…
+const PUSH_WINDOW_BYTES: u64 = 1_048_576;
+/// …unless so many streams are open that it would be much memory.
+const PUSH_WINDOWS_MAX: usize = 16;
 
 // What an epoll token names, in bits 32..40; below it the stream, above it the session.
 const STDIN: u64 = 0;
@@ -44,7 +48,7 @@ enum Done {
     /// The payload of REPLY the first time, the source, a chunk, and whether it is the last.
     Pulled(Outcome<(Option<Vec<u8>>, Box<dyn Source>, Vec<u8>, bool)>),
     Opened(Outcome<Box<Sink>>),
-    Pushed(Outcome<(Box<Sink>, usize)>),
+    Pushed(Outcome<(Box<Sink>, Vec<u8>)>),
     Committed(Outcome<Vec<u8>>),
     Nothing,
 }
@@ -84,6 +88,8 @@ pub struct Agent {
     streams: BTreeMap<u32, Stream>,
     /// Streams that may have something to send, in turn.
     line: VecDeque<u32>,
+    /// Files that bytes have come in for since input was last looked at.
+    filled: Vec<u32>,
     services: Vec<Service>,
     environment: Environment,
     session: u32,
@@ -105,6 +111,7 @@ fn pid_map(pid: i32) -> Vec<u8> {
 
 impl Agent {
     pub fn new(channel: Channel, machine: Option<Machine>) -> io::Result<Self> {
+        sys::keep_memory();
         let null = sys::open(std::ffi::CStr::from_bytes_with_nul(b"/dev/null\0").unwrap_or_default(), libc::O_RDWR, 0)?;
         let agent = Self {
             epoll: Epoll::new()?,
@@ -119,6 +126,7 @@ impl Agent {
             users: Cache::default(),
             streams: BTreeMap::new(),
             line: VecDeque::new(),
+            filled: Vec::new(),
             services: Vec::new(),
             environment: Vec::new(),
             session: 0,
@@ -166,7 +174,7 @@ impl Agent {
             return 0;
         }
         let deadlines = self.streams.values().filter_map(|stream| match &stream.kind {
-            Kind::Exec(exec) => exec.deadline,
+            Kind::Exec(exec) => exec.wake_at(),
             _ => None,
         });
         deadlines.min().map_or(-1, |deadline| {
@@ -243,6 +251,10 @@ impl Agent {
             }
         }
         self.decoder = Some(decoder);
+        // All that has come goes to a worker as one piece: handing over costs more than writing.
+        for id in std::mem::take(&mut self.filled) {
+            self.push_on(id);
+        }
         Ok(open)
     }
 
@@ -349,7 +361,7 @@ impl Agent {
         match self.streams.get_mut(&id).map(|stream| &mut stream.kind) {
             Some(Kind::Exec(exec)) if exec.inlet.finished() => exec.stdin = None,
             Some(Kind::Connect(connection)) if connection.ended() => self.end(id, &empty_map()),
-            Some(Kind::Push(_)) => self.push_on(id),
+            Some(Kind::Push(_)) if !self.filled.contains(&id) => self.filled.push(id),
             _ => {}
         }
     }
@@ -616,16 +628,18 @@ impl Agent {
 
     fn expire(&mut self) {
         let mut now = None;
-        let mut cut = Vec::new();
+        let mut woken = Vec::new();
         for (id, stream) in &mut self.streams {
             if let Kind::Exec(exec) = &mut stream.kind {
-                if exec.deadline.is_some_and(|deadline| deadline <= *now.get_or_insert_with(Instant::now)) {
-                    exec.expired();
-                    cut.push(*id);
+                let Some(at) = exec.wake_at() else { continue };
+                let now = *now.get_or_insert_with(Instant::now);
+                if at <= now {
+                    exec.wake(now);
+                    woken.push(*id);
                 }
             }
         }
-        cut.into_iter().for_each(|id| self.enqueue(id));
+        woken.into_iter().for_each(|id| self.enqueue(id));
     }
 
     // Output
@@ -816,14 +830,14 @@ impl Agent {
             return;
         }
         let Some(mut sink) = push.sink.take() else { return };
-        let bytes = std::mem::take(&mut push.pending);
+        let bytes = std::mem::replace(&mut push.pending, std::mem::take(&mut push.spare));
         let last = push.eof;
         self.submit(id, move || {
             let written = sink.write(&bytes);
             if last {
                 return Done::Committed(written.and_then(|()| sink.commit()));
             }
-            Done::Pushed(written.map(|()| (sink, bytes.len())))
+            Done::Pushed(written.map(|()| (sink, bytes)))
         });
     }
 
@@ -832,6 +846,7 @@ impl Agent {
         if token >> 32 != u64::from(self.session) {
             return; // of an ended session: a sink among it unlinks itself
         }
+        let wide = self.streams.len() <= PUSH_WINDOWS_MAX;
         let Some(stream) = self.streams.get_mut(&id) else { return };
         match (done, &mut stream.kind) {
             (Done::Answer(Ok(reply)), _) => {
@@ -848,10 +863,17 @@ impl Agent {
             (Done::Opened(Ok(sink)), Kind::Push(push)) => {
                 push.sink = Some(sink);
                 self.out.push(id, frame::REPLY, 0, &empty_map());
+                if wide {
+                    stream.incoming += PUSH_WINDOW_BYTES - CREDIT_BYTES;
+                    let extra = (PUSH_WINDOW_BYTES - CREDIT_BYTES) as u32;
+                    self.out.push(id, frame::CREDIT, 0, &extra.to_le_bytes());
+                }
                 self.push_on(id);
             }
-            (Done::Pushed(Ok((sink, n))), Kind::Push(push)) => {
-                push.sink = Some(sink);
+            (Done::Pushed(Ok((sink, mut buffer))), Kind::Push(push)) => {
+                let n = buffer.len();
+                buffer.clear();
+                (push.sink, push.spare) = (Some(sink), buffer);
                 self.consumed(id, n);
                 self.push_on(id);
             }

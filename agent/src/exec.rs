@@ -169,7 +169,17 @@ impl Exec {
         (self.stdin, self.inlet.broken) = (None, true);
     }
 
-    pub fn expired(&mut self) {
+    /// When something is to be done without an event.
+    pub fn wake_at(&self) -> Option<Instant> {
+        let held = self.outlets.iter().filter_map(Outlet::held);
+        held.chain(self.deadline).min()
+    }
+
+    /// `wake_at` has come.
+    pub fn wake(&mut self, now: Instant) {
+        if self.deadline.map_or(true, |deadline| deadline > now) {
+            return; // an outlet has been held long enough
+        }
         self.deadline = None;
         if self.ended.is_some() {
             self.outlets.iter_mut().for_each(Outlet::cut);

@@ -8,10 +8,14 @@ use crate::sys;
 use crate::transfer::{Sink, Source};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
 
 /// What each side may send on a fresh stream before it hears more.
 pub const CREDIT_BYTES: u64 = 262_144;
 pub const WINDOW_BYTES_MAX: u64 = 4_194_304;
+/// After a read that was short, how long the next waits for more to come together. What a process says first goes out
+/// at once, and so does its last; one that says much in small pieces is not woken for, and framed, piece by piece.
+const HOLD: Duration = Duration::from_millis(1);
 
 pub struct Stream {
     /// What we may still send.
@@ -117,6 +121,7 @@ pub struct Outlet {
     pub hup: bool,
     /// So many more bytes are delivered whoever holds the other end.
     pub left: Option<usize>,
+    hold: Option<Instant>,
 }
 
 pub enum Flow {
@@ -131,12 +136,17 @@ pub enum Flow {
 
 impl Outlet {
     pub fn new(fd: OwnedFd, channel: u8) -> Self {
-        Self { fd: Some(fd), channel, ready: false, hup: false, left: None }
+        Self { fd: Some(fd), channel, ready: false, hup: false, left: None, hold: None }
     }
 
     pub fn event(&mut self, events: u32) {
         self.ready = true;
         self.hup |= events & (sys::HUP | sys::RDHUP) != 0;
+    }
+
+    /// Until when what is ready waits for more.
+    pub fn held(&self) -> Option<Instant> {
+        self.hold.filter(|_| self.ready && !self.hup && self.left.is_none() && self.fd.is_some())
     }
 
     /// Nobody is waited for any more: deliver what is there and end.
@@ -150,6 +160,10 @@ impl Outlet {
     /// Move at most one frame.
     pub fn pump(&mut self, out: &mut Out, stream: u32, credit: &mut u64) -> Flow {
         let Some(fd) = self.fd.as_ref().filter(|_| self.ready).map(AsRawFd::as_raw_fd) else { return Flow::Dry };
+        if self.held().is_some_and(|until| until > Instant::now()) {
+            return Flow::Dry;
+        }
+        self.hold = None;
         let max = self.left.unwrap_or(PAYLOAD_MAX).min(PAYLOAD_MAX);
         if max == 0 || (*credit == 0 && self.hup && sys::readable_bytes(fd) == 0) {
             self.fd = None;
@@ -180,6 +194,9 @@ impl Outlet {
             self.fd = None;
             return Flow::Ended;
         }
+        if dry {
+            self.hold = Some(Instant::now() + HOLD);
+        }
         self.ready = !dry;
         if dry { Flow::Dry } else { Flow::More }
     }
@@ -199,6 +216,8 @@ pub struct Pull {
 pub struct Push {
     pub sink: Option<Box<Sink>>,
     pub pending: Vec<u8>,
+    /// The buffer the worker has given back.
+    pub spare: Vec<u8>,
     pub eof: bool,
 }
 

@@ -187,6 +187,16 @@ pub fn set_wall_clock(unix_ns: i64) -> io::Result<()> {
     unsafe { cvt(libc::clock_settime(libc::CLOCK_REALTIME, &time)).map(drop) }
 }
 
+/// Buffers of a file's transfer come and go: from the heap and not as mappings that fault in anew each time.
+pub fn keep_memory() {
+    // SAFETY: plain integers, before there are threads.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 4 << 20);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 2 << 20);
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 pub fn euid() -> u32 {
     // SAFETY: cannot fail.
     unsafe { libc::geteuid() }

@@ -59,6 +59,16 @@ def size(count: float | None) -> str:
     raise AssertionError("not reached")
 
 
+def when(value: Any) -> str | None:
+    """A moment in local time; unix seconds and RFC 3339 text are understood."""
+    from datetime import datetime
+
+    from llm4agents.sdk.results import parse_time
+
+    moment = value if isinstance(value, datetime) else parse_time(value)
+    return None if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table: drawn on a terminal, columns of plain text elsewhere."""
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]

@@ -21,9 +21,7 @@ _IMAGES = (("png", "png"), ("jpeg", "jpg"), ("svg", "svg"), ("pdf", "pdf"))
 
 
 def run(
-    file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A Python file, or - for stdin.")
-    ] = None,
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="A Python file, or - for stdin.")] = None,
     code: Annotated[str | None, typer.Option("-c", "--code", help="The code itself.")] = None,
     in_: Annotated[
         str | None, typer.Option("--in", metavar="ID", help="In this sandbox, which is left running.")

@@ -12,12 +12,12 @@ import typer
 
 from llm4agents import limits
 from llm4agents.cli import options
-from llm4agents.errors import PathNotFoundError
+from llm4agents.errors import LLM4AgentsError, PathNotFoundError
 
 if TYPE_CHECKING:
-    from llm4agents import Sandbox
+    from llm4agents import ExecResult, Sandbox
 
-TIMED_OUT = 124
+TIMED_OUT, NOT_FOUND = 124, 127
 
 
 def create(
@@ -74,7 +74,8 @@ def exec_(
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 
-    sandbox = Sandbox.connect(ids.resolve(id))
+    id = ids.resolve(id)
+    sandbox = Sandbox.connect(id)
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
     command = command[1:] if command[0] == "--" else command
     if not command:
@@ -87,22 +88,34 @@ def exec_(
         "stdin": stdin or None,
         "timeout": timeout,
     }
+    try:
+        result = _exec(sandbox, cmd, wanted, json)
+    except LLM4AgentsError as error:
+        if error.details.get("code") != "exec_failed":
+            raise
+        output.report(error)
+        raise typer.Exit(NOT_FOUND) from None
+    if result.timed_out:
+        output.say(f"killed: it ran longer than {timeout:g} s (--timeout)")
+        raise typer.Exit(TIMED_OUT)
+    raise typer.Exit(128 + (result.signal or 0) if result.exit_code is None else result.exit_code)
+
+
+def _exec(sandbox: Sandbox, cmd: str | list[str], wanted: dict[str, Any], json: bool) -> ExecResult:
+    """Runs it with its output passed on as it comes, or (`json`) said at the end."""
+    from llm4agents.cli import output
+
     if json:
         result = sandbox.exec(cmd, **wanted)
         names = ("exit_code", "signal", "stdout", "stderr", "timed_out", "duration_ms")
         output.emit({"sandbox": sandbox.id, **{name: getattr(result, name) for name in names}})
-    else:
-        with sandbox.exec_stream(cmd, **wanted) as stream:
-            for piece in stream:
-                to = sys.stdout.buffer if piece.channel == "stdout" else sys.stderr.buffer
-                to.write(piece.data)
-                to.flush()
-        result = stream.result
-        if result.timed_out:
-            output.say(f"killed: it ran longer than {timeout:g} s (--timeout)")
-    if result.timed_out:
-        raise typer.Exit(TIMED_OUT)
-    raise typer.Exit(128 + (result.signal or 0) if result.exit_code is None else result.exit_code)
+        return result
+    with sandbox.exec_stream(cmd, **wanted) as stream:
+        for piece in stream:
+            to = sys.stdout.buffer if piece.channel == "stdout" else sys.stderr.buffer
+            to.write(piece.data)
+            to.flush()
+    return stream.result
 
 
 def cp(
@@ -144,7 +157,7 @@ def cp(
 def _into(sandbox: Sandbox, where: str, source: str, user: str | None) -> str:
     """As `cp` of a shell: a file copied to what is a directory goes into it."""
     if not where or where.endswith("/") or Path(source).is_dir():
-        return where or "./"
+        return where or "~/"
     try:
         return f"{where}/" if sandbox.files.stat(where, user=user).is_dir else where
     except PathNotFoundError:
@@ -175,20 +188,21 @@ def ls(
         output.emit({"sandboxes": [_as_dict(info) for info in shown]})
         return
     rows = [
-        (info.id, info.template, info.state, _when(info.created_at), _when(info.ends_at), info.reason or "")
+        (
+            info.id,
+            info.template,
+            info.state,
+            output.when(info.created_at),
+            output.when(info.ends_at),
+            info.reason or "",
+        )
         for info in shown
     ]
     output.table(("ID", "TEMPLATE", "STATE", "CREATED", "ENDS", "REASON"), rows)
 
 
-def _when(value: Any) -> str:
-    return value.astimezone().strftime("%Y-%m-%d %H:%M:%S") if value else "-"
-
-
 def kill(
-    sandboxes: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", help="Unique beginnings do.")
-    ] = None,
+    sandboxes: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Unique beginnings do.")] = None,
     all: Annotated[bool, typer.Option("--all", help="Every one that is alive.")] = False,
     json: options.Json = False,
 ) -> None:

@@ -74,4 +74,5 @@ def _show(info: dict[str, Any], as_json: bool) -> None:
     names = ("version", "pid", "started_at", "sandboxes", "accelerator", "why_not_kvm", "state", "log")
     for name in names:
         if info.get(name) is not None:
-            print(f"{name.replace('_', ' ')}: {info[name]}")
+            value = output.when(info[name]) if name == "started_at" else info[name]
+            print(f"{name.replace('_', ' ')}: {value}")

@@ -28,7 +28,7 @@ def ls(json: options.Json = False) -> None:
             item.get("vcpus"),
             f"{item['memory_mib']} MiB" if item.get("memory_mib") else None,
             output.size(item.get("bytes")) if item.get("built") else None,
-            item.get("created_at"),
+            output.when(item.get("created_at")),
         )
         for item in found
     ]

@@ -254,7 +254,11 @@ def make_private(directory: Path) -> None:
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if ours and found.st_mode & 0o077 and not found.st_mode & 0o022:
+        directory.chmod(0o700)  # others could read it, nobody could have put anything there
+        return
+    if not ours or found.st_mode & 0o077:
         raise HostSetupError(
             f"{directory} is not a private directory of ours "
             f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)})",

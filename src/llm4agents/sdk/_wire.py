@@ -375,7 +375,8 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 def emulation_note(server: Mapping[str, Any]) -> str:
     """What to tell once when sandboxes run without KVM."""
-    why, note = server.get("why_not_kvm"), server.get("slowdown_note")
+    note = server.get("slowdown_note")
+    why = str(server.get("why_not_kvm") or "").strip().split("\n")[0].rstrip(".;")
     parts = ["sandboxes run in software emulation" + (f": {why}" if why else " (no KVM here)")]
     parts.append(
         str(note) if note else "code runs about 10 times slower than native; isolation is a VM's all the same"

@@ -144,6 +144,13 @@ def test_another_s_run_directory_is_refused(settings: Settings) -> None:
         _local.ensure(settings)
 
 
+def test_a_run_directory_of_ours_that_others_could_read_is_closed(settings: Settings) -> None:
+    settings.run_dir.mkdir()
+    settings.run_dir.chmod(0o755)
+    _local.ensure(settings)
+    assert stat.S_IMODE(settings.run_dir.stat().st_mode) == 0o700
+
+
 def test_a_link_is_no_run_directory(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     settings.run_dir.symlink_to(tmp_path / "elsewhere")

@@ -34,8 +34,6 @@ class Capabilities:
     """What the guest sees as its processor, as far as it depends on this host; part of the identity."""
     tsc_khz: int = 0
     """Time-stamp counter of this host, measured; a snapshot's clock runs at the rate it was booted with."""
-    warnings: tuple[str, ...] = ()
-    """What an operator should know although it works, in words (an untried pair of VMM and kernel…)."""
 
 
 @dataclass(frozen=True, slots=True)

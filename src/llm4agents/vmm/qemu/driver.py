@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from llm4agents.vmm.base import (
 from llm4agents.vmm.qemu import command, memory, probe, snapshot, table
 from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
 
+_log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _VMM_BYTES = 4 << 30
 """Address space of QEMU itself: code, translation cache, thread stacks and arenas."""
@@ -103,7 +105,8 @@ class QemuDriver:
 
     async def boot(self, spec: MachineSpec, placement: Placement) -> QemuMachine:
         can = await self.capabilities()
-        table.check(can.version, spec.kernel_release, can.accelerator)
+        if warning := table.check(can.version, spec.kernel_release, can.accelerator):
+            _log.warning(warning)
         with contextlib.ExitStack() as stack:
             fds = {"memory": memory.create(spec.memory_mib * _MIB)}
             stack.callback(os.close, fds["memory"])

@@ -13,8 +13,10 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +40,7 @@ PACKAGE_OF = {
     "fakeroot": "fakeroot",
     "tar": "tar",
     "setpriv": "util-linux",
+    "unshare": "util-linux",
 }
 _NO_SPACE = ("no space left on device", "enospc", "disk quota exceeded", "you don't have enough free space")
 _NO_NETWORK = (
@@ -116,7 +119,7 @@ async def run(
     stderr lines go to `on_line` as they come. Raises HostSetupError when the tool is missing or fails (its
     log's tail in `details`), CapacityError when it ran out of disk. Cancelled: the whole group is ended first.
     """
-    command = [tool("setpriv"), "--pdeathsig", "TERM", "--", tool(argv[0]), *argv[1:]]
+    command = [tool("setpriv"), "--pdeathsig", "KILL", "--", *_isolation(), tool(argv[0]), *argv[1:]]
     environment = {**os.environ, "PATH": PATH, "LC_ALL": "C.UTF-8", **(env or {})}
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -136,6 +139,19 @@ async def run(
     if code != 0:
         raise _failure(argv[0], code, (bytes(log) or output)[-LOG_TAIL_BYTES:], cwd, needed_bytes)
     return output
+
+
+@lru_cache(maxsize=1)
+def _isolation() -> tuple[str, ...]:
+    """As root: namespaces of its own for every tool, which take its children and its mounts along when it ends.
+
+    mmdebstrap mounts in its chroot; killed, it would leave these on the host.
+    """
+    command = (tool("unshare"), "--mount", "--pid", "--fork", "--kill-child=KILL", "--")
+    if os.geteuid() != 0:
+        return ()
+    works = subprocess.run([*command, "true"], env={"PATH": PATH}, capture_output=True, check=False)
+    return command if works.returncode == 0 else ()
 
 
 async def _drain_log(
@@ -174,7 +190,7 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
         return True
 
     async def end() -> None:
-        if process.returncode is None and send(signal.SIGTERM):
+        if process.returncode is None and not _isolation() and send(signal.SIGTERM):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), STOP_GRACE_S)
         send(signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -59,50 +59,50 @@ def _gone(pid: int) -> bool:
     return state in "ZX"
 
 
+def processes_of(directory: Path) -> list[int]:
+    """Everything that works in `directory`; by that, since a tool has pids of its own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (path / "cwd").readlink() == directory:
+                found.append(int(path.name))
+    return found
+
+
+SLEEPERS = "sleep 1000 & (trap '' TERM; exec sleep 1000) & echo started >&2; wait"
+
+
 def test_cancelling_ends_the_whole_group_and_waits_for_it(tmp_path: Path) -> None:
-    async def main() -> list[int]:
-        pids: list[int] = []
+    async def main() -> None:
         started = asyncio.Event()
-
-        def line(text: str) -> None:
-            pids.extend(int(word) for word in text.split())
-            started.set()
-
-        script = "sleep 1000 & a=$!; (trap '' TERM; exec sleep 1000) & echo $a $! >&2; wait"
-        task = asyncio.create_task(process.run(["sh", "-c", script], cwd=tmp_path, on_line=line))
+        task = asyncio.create_task(
+            process.run(["sh", "-c", SLEEPERS], cwd=tmp_path, on_line=lambda _: started.set())
+        )
         await asyncio.wait_for(started.wait(), 10)
+        assert processes_of(tmp_path)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         assert task.cancelled()
-        return pids
 
-    pids = asyncio.run(main())
-    assert len(pids) == 2
-    for pid in pids:
-        fd = None
-        with contextlib.suppress(ProcessLookupError):
-            fd = os.pidfd_open(pid)
-        if fd is not None:
-            signal.pidfd_send_signal(fd, 0) if not _gone(pid) else None
-            os.close(fd)
-        assert _gone(pid)
+    asyncio.run(main())
+    assert processes_of(tmp_path) == []
 
 
 def test_a_killed_builder_takes_its_tool_along(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from llm4agents.images import process\n"
-        "asyncio.run(process.run(['sh', '-c', 'echo $$ >&2; exec sleep 1000'], cwd=Path('/'),"
-        " on_line=lambda line: print(line, flush=True)))"
+        "asyncio.run(process.run(['sh', '-c', sys.argv[2]], cwd=Path(sys.argv[1]), on_line=print))"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as builder:
-        assert builder.stdout
-        fd = os.pidfd_open(int(builder.stdout.readline()))
+    command = [sys.executable, "-u", "-c", code, str(tmp_path), SLEEPERS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout and builder.stdout.readline() == "started\n"
+        fds = [os.pidfd_open(pid) for pid in processes_of(tmp_path)]
         builder.kill()
-    import select
-
-    assert select.select([fd], [], [], 10)[0], "the tool outlived its builder"
-    os.close(fd)
+    assert fds
+    for fd in fds:
+        assert select.select([fd], [], [], 10)[0], "the tool outlived its builder"
+        os.close(fd)
 
 
 def test_work_in_a_thread_has_let_go_when_the_caller_is_cancelled() -> None:

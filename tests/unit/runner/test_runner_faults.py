@@ -207,6 +207,17 @@ def test_the_control_socket_answers_when_the_default_worker_is_stopped(runner: R
     assert int(runner.ok("import os; os.getpid()").value) != pid
 
 
+def test_a_worker_holds_nobodys_connection(runner: Runner) -> None:
+    """Not even the one whose request made the zygote fork it: hosts would never see their end."""
+    runner.ok("1", context="holds nothing")
+    cell = runner.ok(
+        "import os\n[os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')[:-1]]",
+        context="holds nothing",
+    )
+    # control, both ends of the stash, the running cell's connection; the listeners are the default worker's
+    assert cell.value.count("socket:") == 4
+
+
 def test_clients_that_say_nothing_hold_up_nobody(runner: Runner) -> None:
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for each in silent:

@@ -37,6 +37,7 @@ class Zygote:
     """The service's one object: its loop and its contexts."""
 
     def __init__(self, path: str, grace_s: float = wire.GRACE_S) -> None:
+        self._not_ours = _open_fds()
         self._path = path
         self._grace_s = grace_s
         self._epoll = select.epoll()
@@ -206,13 +207,8 @@ class Zygote:
         os.dup2(null, 0)
         for number, fd in zip((1, 2), slot.write_fds, strict=True):
             os.dup2(fd, number)
-        shut = {self._control.fileno(), *slot.zygote_only_fds, *slot.write_fds, *self._half_read, null}
-        for other in self._slots.values():
-            if other is not slot:
-                shut.update(other.all_fds)
-        if slot.inherited.listener is None:
-            shut.add(self._listener.fileno())
-        for fd in shut:
+        # Everything of the zygote's but what is this worker's, hosts' connections above all.
+        for fd in _open_fds() - self._not_ours - slot.inherited.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
         Worker(slot.inherited).serve()
@@ -264,6 +260,10 @@ def warm_cell(path: str, code: str) -> list[str]:
             if event["type"] == "end":
                 return problems
     return [*problems, "a warm-up cell got no answer"]
+
+
+def _open_fds() -> set[int]:
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
 
 
 def _listen(path: str) -> socket.socket:

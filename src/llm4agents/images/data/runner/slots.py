@@ -184,18 +184,6 @@ class Slot:
     def write_fds(self) -> tuple[int, int]:
         return self._pipes[0].write_fd, self._pipes[1].write_fd
 
-    @property
-    def zygote_only_fds(self) -> list[int]:
-        return [self.control.fileno(), *([self._pidfd] if self._pidfd >= 0 else [])]
-
-    @property
-    def all_fds(self) -> list[int]:
-        own = self.inherited
-        return [
-            *self.zygote_only_fds, own.control.fileno(), own.stash_in.fileno(), own.stash_out.fileno(),
-            *own.pipes, *self.write_fds, own.timer_fd,
-        ]  # fmt: skip
-
     # -- the worker's life -----------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -56,7 +56,7 @@ class Connection:
     def settle(self) -> None:
         """Wait until what was written to descriptors 1 and 2 before this call is on the connection."""
         flags = self._bytes
-        if not self._poll.poll(0) and not flags[PUMPING] and not flags[LATE]:
+        if not self._readable() and not flags[PUMPING] and not flags[LATE]:
             return
         size = array("i", [0])
         target = _INFLIGHT_BYTES_MAX
@@ -66,7 +66,7 @@ class Connection:
         start = self._window.w[SENT]
         if flags[LATE]:
             self._nudge()
-        while self._poll.poll(0) or flags[PUMPING] or flags[LATE]:
+        while self._readable() or flags[PUMPING] or flags[LATE]:
             # More than was there and in flight has been read, and the zygote reads only when all before is sent:
             # something in the background writes for ever, and what was there before is out.
             if (self._window.w[SENT] - start) & 0xFFFFFFFF > target:
@@ -74,6 +74,12 @@ class Connection:
             time.sleep(0.0003)
             if flags[LATE] and not flags[PUMPING]:
                 self._nudge()  # it was read while no cell ran, and put aside a moment ago
+
+    def _readable(self) -> bool:
+        try:
+            return bool(self._poll.poll(0))
+        except RuntimeError:  # another thread is asking this moment; ask again
+            return True
 
     def text(self, stream: str, text: str) -> None:
         self.settle()

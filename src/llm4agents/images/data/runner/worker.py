@@ -54,6 +54,20 @@ class Inherited:
     pipes: tuple[int, int]
     timer_fd: int
 
+    @property
+    def fds(self) -> set[int]:
+        sockets = [self.control, self.stash_in, self.stash_out, *([self.listener] if self.listener else [])]
+        return {
+            0,
+            1,
+            2,
+            self.lock_fd,
+            self.epoll.fileno(),
+            self.timer_fd,
+            *self.pipes,
+            *(s.fileno() for s in sockets),
+        }
+
 
 class Worker:
     """The interpreter of one context."""

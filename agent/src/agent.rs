@@ -1,25 +1,26 @@
-//! The agent: one thread, one epoll, every stream of the session. What verbs do is in their modules; this is what happens
-//! when. It blocks in `epoll_wait` with no timeout unless an exec has a deadline.
+//! The agent: one thread, one epoll, every stream of the session. This is what happens when; `processes`, `files` and
+//! `verbs` are what happens for whom, and what is done is in the modules of the verbs. It blocks in `epoll_wait` with no timeout unless an exec has a deadline.
+
+mod files;
+mod processes;
+mod verbs;
 
 use crate::cgroup::Sandbox;
 use crate::channel::{Channel, Input};
-use crate::connect::Connection;
-use crate::exec::{self, Environment, Exec};
-use crate::failure::{at, Failure, Outcome};
-use crate::files::{self, Credentials};
+use crate::exec::Environment;
+use crate::failure::{Failure, Outcome};
 use crate::frame::{self, Decoder, Event, Frame};
 use crate::msgpack::{self, Value, Writer};
 use crate::out::Out;
-use crate::restore;
 use crate::spawn::Spawner;
-use crate::stream::{Inlet, Kind, Outlet, Pull, Push, Stream, CREDIT_BYTES, WINDOW_BYTES_MAX};
+use crate::stream::{Kind, Push, Stream, WINDOW_BYTES_MAX};
 use crate::sys::{self, Epoll, EDGE, HUP, IN, OUT, PRI, RDHUP};
-use crate::transfer::{FileSource, ListSource, Sink, Source};
-use crate::users::{Cache, User};
+use crate::transfer::{Sink, Source};
+use crate::users::Cache;
 use crate::worker::Workers;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Instant;
 
 const STREAMS_MAX: usize = 1024;
@@ -45,12 +46,19 @@ const FREEZER: u64 = 0x14;
 /// What a worker answers.
 enum Done {
     Answer(Outcome<Vec<u8>>),
-    /// The payload of REPLY the first time, the source, a chunk, and whether it is the last.
-    Pulled(Outcome<(Option<Vec<u8>>, Box<dyn Source>, Vec<u8>, bool)>),
+    Pulled(Outcome<Pulled>),
     Opened(Outcome<Box<Sink>>),
     Pushed(Outcome<(Box<Sink>, Vec<u8>)>),
     Committed(Outcome<Vec<u8>>),
     Nothing,
+}
+
+struct Pulled {
+    /// The payload of REPLY, the first time.
+    reply: Option<Vec<u8>>,
+    source: Box<dyn Source>,
+    chunk: Vec<u8>,
+    last: bool,
 }
 
 /// What a verb has come to when its OPEN has been looked at.
@@ -191,11 +199,9 @@ impl Agent {
                     self.set_writable(true)?;
                 }
             }
-            ACCEPT => {
-                if self.channel.accept(&self.epoll, CHANNEL << 32).unwrap_or(false) {
-                    self.end_session();
-                    (self.readable, self.writable) = (true, true);
-                }
+            ACCEPT if self.channel.accept(&self.epoll, CHANNEL << 32).unwrap_or(false) => {
+                self.end_session();
+                (self.readable, self.writable) = (true, true);
             }
             CHILDREN => self.reap(),
             WORKERS => {
@@ -286,7 +292,9 @@ impl Agent {
             (frame::DATA, _) => self.data(id, frame.payload),
             (frame::EOF, _) => self.host_eof(id),
             (frame::CREDIT, _) => {
-                let Ok(bytes) = <[u8; 4]>::try_from(frame.payload) else { return self.fail(id, &Failure::invalid("CREDIT is a u32")) };
+                let Ok(bytes) = <[u8; 4]>::try_from(frame.payload) else {
+                    return self.fail(id, &Failure::invalid("CREDIT is a u32"));
+                };
                 if let Some(stream) = self.streams.get_mut(&id) {
                     stream.credit = (stream.credit + u64::from(u32::from_le_bytes(bytes))).min(WINDOW_BYTES_MAX);
                     self.enqueue(id);
@@ -294,7 +302,9 @@ impl Agent {
             }
             (frame::CANCEL, _) => self.fail(id, &Failure::new("cancelled", "cancelled by the host")),
             (frame::SIGNAL, _) => {
-                if let (Some(Kind::Exec(exec)), [signal @ 1..=64]) = (self.streams.get(&id).map(|s| &s.kind), frame.payload) {
+                if let (Some(Kind::Exec(exec)), [signal @ 1..=64]) =
+                    (self.streams.get(&id).map(|s| &s.kind), frame.payload)
+                {
                     exec.signal(i32::from(*signal));
                 }
             }
@@ -307,7 +317,11 @@ impl Agent {
         let speaks = matches!(request.get("versions"), Value::Array(versions) if versions.contains(&Value::Int(1)));
         let mut ack = Writer::map(if speaks { 5 } else { 2 });
         if speaks {
-            let machine: &[&str] = if self.machine.is_some() { &["freeze", "post_restore", "set_time", "poweroff", "cgroup"] } else { &[] };
+            let machine: &[&str] = if self.machine.is_some() {
+                &["freeze", "post_restore", "set_time", "poweroff", "cgroup"]
+            } else {
+                &[]
+            };
             ack.str("version").int(1).str("agent").str(crate::VERSION);
             ack.str("boot_id").str(self.machine.as_ref().map_or("", |machine| &machine.boot_id));
             ack.str("capabilities").begin_array(2 + machine.len());
@@ -436,212 +450,6 @@ impl Agent {
         }
     }
 
-    fn verb(&mut self, id: u32, request: &Value) -> Outcome<Opened> {
-        let verb = request.get("verb").bytes().unwrap_or_default();
-        let done = |reply| Ok(Opened::Done(reply, empty_map()));
-        match verb {
-            b"exec" => self.exec(id, request),
-            b"read" | b"list" | b"write" => self.transfer(id, verb, request),
-            b"stat" | b"mkdir" | b"move" | b"remove" => self.file(id, verb, request),
-            b"connect" => {
-                let mut connection = Connection::open(request)?;
-                self.epoll.add(connection.fd(), IN | OUT | RDHUP | EDGE, self.token(id, SOCKET)).map_err(at("connect"))?;
-                if !connection.connecting {
-                    connection.connected()?;
-                    self.out.push(id, frame::REPLY, 0, &empty_map());
-                }
-                Ok(Opened::Stream(Kind::Connect(connection)))
-            }
-            b"metrics" => done(crate::metrics::reply(self.machine.as_ref().map(|machine| &machine.sandbox))),
-            b"ping" => done(empty_map()),
-            b"set_env" => {
-                self.environment = exec::environment(request.get("env"))?;
-                done(empty_map())
-            }
-            b"set_time" => {
-                self.machine()?;
-                let time = request.get("unix_ns").int().ok_or_else(|| Failure::invalid("unix_ns is a number"))?;
-                sys::set_wall_clock(time).map_err(at("set the clock"))?;
-                done(empty_map())
-            }
-            b"freeze" => {
-                self.machine()?.sandbox.set_frozen(true).map_err(at("freeze"))?;
-                let (sync, drop_caches) = (request.get("sync").bool(true), request.get("drop_caches").bool(false));
-                Ok(Opened::Stream(Kind::Freeze { sync, drop_caches }))
-            }
-            b"thaw" => {
-                self.machine()?.sandbox.set_frozen(false).map_err(at("thaw"))?;
-                done(empty_map())
-            }
-            b"post_restore" => self.post_restore(request).and_then(done),
-            b"poweroff" => {
-                self.machine()?;
-                self.power_off = true;
-                done(empty_map())
-            }
-            _ => Err(Failure::new("unknown_verb", format!("there is no verb {:?}", String::from_utf8_lossy(verb)))),
-        }
-    }
-
-    fn token(&self, id: u32, part: u64) -> u64 {
-        u64::from(self.session & 0xFF_FFFF) << 40 | part << 32 | u64::from(id)
-    }
-
-    fn machine(&mut self) -> Outcome<&mut Machine> {
-        self.machine.as_mut().ok_or_else(|| Failure::invalid("this agent serves a process, not a machine"))
-    }
-
-    fn post_restore(&mut self, request: &Value) -> Outcome<Vec<u8>> {
-        let environment = exec::environment(request.get("env"))?;
-        let machine = self.machine.as_mut().ok_or_else(|| Failure::invalid("this agent serves a process, not a machine"))?;
-        let restore = restore::Request::parse(request)?;
-        restore.apply(&machine.random)?;
-        machine.boot_id = restore.boot_id.to_owned();
-        self.environment = environment;
-        for service in self.services.iter().filter(|service| service.restore_signal != 0) {
-            // Pending until the thaw, and then the first thing it sees.
-            sys::kill(service.pid, service.restore_signal);
-        }
-        if restore.thaw && machine.sandbox.frozen {
-            machine.sandbox.set_frozen(false).map_err(at("thaw"))?;
-        }
-        Ok(empty_map())
-    }
-
-    /// Who a verb runs as. Outside a machine only the agent itself.
-    fn user(&mut self, request: &Value) -> Outcome<(User, bool)> {
-        let wanted = request.get("user");
-        if self.machine.is_some() {
-            return Ok((self.users.get().find(wanted)?, true));
-        }
-        let own = self.users.get().find(&Value::Int(sys::euid().into()))?;
-        let same = match wanted {
-            Value::Nil => true,
-            other => self.users.get().find(other)?.uid == own.uid,
-        };
-        if same { Ok((own, false)) } else { Err(Failure::invalid("this agent cannot become another user")) }
-    }
-
-    fn credentials(&mut self, request: &Value) -> Outcome<Credentials> {
-        let (user, switch) = self.user(request)?;
-        Ok(switch.then_some(user))
-    }
-
-    // Processes
-
-    fn exec(&mut self, id: u32, request: &Value) -> Outcome<Opened> {
-        if self.machine.as_ref().is_some_and(|machine| machine.sandbox.frozen) {
-            return Err(Failure::invalid("frozen: nothing starts before thaw or post_restore"));
-        }
-        let timeout = exec::timeout(request)?;
-        let (user, switch) = self.user(request)?;
-        let mut command = exec::command(request, &user, switch, &self.environment)?;
-        let service = request.get("service");
-        let restore_signal = match service.get("restore_signal") {
-            Value::Nil => 0,
-            Value::Int(signal @ 1..=64) => *signal as i32,
-            _ => return Err(Failure::invalid("restore_signal is 1 to 64")),
-        };
-        let is_service = *service != Value::Nil;
-        let leaf = match &mut self.machine {
-            Some(machine) => Some(machine.sandbox.take().map_err(at("make a cgroup"))?),
-            None => None,
-        };
-        command.cgroup = leaf.as_ref().map(crate::cgroup::Leaf::fd);
-        let null = self.null.as_raw_fd();
-        let wants_stdin = request.get("stdin").bool(false) && !is_service;
-        let pipe = |want: bool| if want { sys::pipe().map(Some).map_err(at("pipe")) } else { Ok(None) };
-        let (stdin, stdout, stderr) = (pipe(wants_stdin)?, pipe(!is_service)?, pipe(!is_service)?);
-        let end = |pipe: Option<&OwnedFd>| pipe.map_or(null, AsRawFd::as_raw_fd);
-        command.fds = [end(stdin.as_ref().map(|p| &p.0)), end(stdout.as_ref().map(|p| &p.1)), end(stderr.as_ref().map(|p| &p.1))];
-
-        let pid = match self.spawner.spawn(&command) {
-            Ok(pid) => pid,
-            Err((step, error)) => {
-                if let (Some(leaf), Some(machine)) = (leaf, &mut self.machine) {
-                    machine.sandbox.give(leaf);
-                }
-                return Err(exec::failed(request, step, &error));
-            }
-        };
-        let (Some(stdout), Some(stderr)) = (stdout, stderr) else {
-            let name = service.get("name").bytes().unwrap_or_default().to_vec();
-            self.services.push(Service { name, pid, restore_signal });
-            return Ok(Opened::Done(pid_map(pid), pid_map(pid)));
-        };
-        let mut exec = Exec {
-            pid,
-            leaf,
-            group_kill: request.get("group_kill").bool(true),
-            stdin: stdin.map(|(_, writer)| writer),
-            inlet: Inlet::default(),
-            outlets: [Outlet::new(stdout.0, 1), Outlet::new(stderr.0, 2)],
-            ended: None,
-            timed_out: false,
-            deadline: timeout.map(|timeout| Instant::now() + timeout),
-            turn: 1,
-        };
-        if let Err(error) = self.watch(id, &mut exec) {
-            exec.kill();
-            return Err(Failure::io(&error, "watch a process"));
-        }
-        self.out.push(id, frame::REPLY, 0, &pid_map(pid));
-        Ok(Opened::Stream(Kind::Exec(exec)))
-    }
-
-    fn watch(&self, id: u32, exec: &mut Exec) -> io::Result<()> {
-        let add = |fd: RawFd, events: u32, part: u64| {
-            sys::set_nonblocking(fd)?;
-            self.epoll.add(fd, events | EDGE, self.token(id, part))
-        };
-        for (outlet, part) in exec.outlets.iter().zip([STDOUT, STDERR]) {
-            if let Some(fd) = &outlet.fd {
-                add(fd.as_raw_fd(), IN, part)?;
-            }
-        }
-        if let Some(fd) = &exec.stdin {
-            add(fd.as_raw_fd(), OUT, STDIN)?;
-        }
-        Ok(())
-    }
-
-    fn reap(&mut self) {
-        let mut siginfo = [0; 128];
-        let _ = sys::read(self.children.as_raw_fd(), &mut siginfo);
-        while let Some(ended) = sys::reap(-1, false) {
-            let exec = self.streams.iter_mut().find_map(|(id, stream)| match &mut stream.kind {
-                Kind::Exec(exec) if exec.pid == ended.pid && exec.ended.is_none() => Some((*id, exec)),
-                _ => None,
-            });
-            if let Some((id, exec)) = exec {
-                exec.reaped(ended);
-                self.enqueue(id);
-            } else if let Some(at) = self.services.iter().position(|service| service.pid == ended.pid) {
-                let service = self.services.swap_remove(at);
-                let mut event = Writer::map(4);
-                event.str("event").str("service_exited").str("name").bytes(&service.name);
-                event.str("exit_code").opt_int(ended.exit_code.map(i64::from)).str("signal").opt_int(ended.signal.map(i64::from));
-                self.out.push(0, frame::EVENT, 0, &event.0);
-            }
-        }
-    }
-
-    fn expire(&mut self) {
-        let mut now = None;
-        let mut woken = Vec::new();
-        for (id, stream) in &mut self.streams {
-            if let Kind::Exec(exec) = &mut stream.kind {
-                let Some(at) = exec.wake_at() else { continue };
-                let now = *now.get_or_insert_with(Instant::now);
-                if at <= now {
-                    exec.wake(now);
-                    woken.push(*id);
-                }
-            }
-        }
-        woken.into_iter().for_each(|id| self.enqueue(id));
-    }
-
     // Output
 
     fn stream_event(&mut self, id: u32, part: u64, events: u32) {
@@ -701,7 +509,11 @@ impl Agent {
                     more
                 }
                 Kind::Connect(connection) => {
-                    let flow = if connection.connecting { Ok(false) } else { connection.pump(&mut self.out, id, &mut stream.credit) };
+                    let flow = if connection.connecting {
+                        Ok(false)
+                    } else {
+                        connection.pump(&mut self.out, id, &mut stream.credit)
+                    };
                     match flow {
                         Ok(more) => {
                             if connection.ended() {
@@ -723,212 +535,5 @@ impl Agent {
                 self.enqueue(id);
             }
         }
-    }
-
-    // Files
-
-    fn submit(&self, id: u32, job: impl FnOnce() -> Done + Send + 'static) {
-        self.workers.submit(u64::from(self.session) << 32 | u64::from(id), job);
-    }
-
-    fn file(&mut self, id: u32, verb: &[u8], request: &Value) -> Outcome<Opened> {
-        let user = self.credentials(request)?;
-        let flag = |key: &str, default: bool| request.get(key).bool(default);
-        let mode = mode(request.get("mode"))?;
-        let answer = |result: Outcome<()>| result.map(|()| empty_map());
-        let act: Box<dyn FnOnce() -> Outcome<Vec<u8>> + Send> = if verb == b"move" {
-            let (from, to) = (files::path(request.get("from"))?, files::path(request.get("to"))?);
-            let overwrite = flag("overwrite", true);
-            Box::new(move || answer(files::rename(&from, &to, overwrite)))
-        } else {
-            let path = files::path(request.get("path"))?;
-            match verb {
-                b"stat" => {
-                    let follow = flag("follow", true);
-                    Box::new(move || files::stat(&path, follow))
-                }
-                b"mkdir" => {
-                    let (parents, exist_ok) = (flag("parents", true), flag("exist_ok", true));
-                    Box::new(move || answer(files::mkdir(&path, parents, mode.unwrap_or(0o755), exist_ok)))
-                }
-                _ => {
-                    let (recursive, missing_ok) = (flag("recursive", false), flag("missing_ok", false));
-                    Box::new(move || answer(files::remove(&path, recursive, missing_ok)))
-                }
-            }
-        };
-        self.submit(id, move || Done::Answer(files::become_user(&user).and_then(|()| act())));
-        Ok(Opened::Stream(Kind::Job))
-    }
-
-    fn transfer(&mut self, id: u32, verb: &[u8], request: &Value) -> Outcome<Opened> {
-        let user = self.credentials(request)?;
-        let path = files::path(request.get("path"))?;
-        let count = |key: &str| match request.get(key) {
-            Value::Nil => Ok(None),
-            Value::Int(n) if *n >= 0 => Ok(Some(*n as u64)),
-            _ => Err(Failure::invalid(format!("{key} is a number, not below 0"))),
-        };
-        if verb == b"write" {
-            let (mode, parents, size) = (mode(request.get("mode"))?, request.get("parents").bool(true), count("size")?);
-            self.submit(id, move || {
-                let sink = files::become_user(&user).and_then(|()| Sink::create(&path, mode, parents, size));
-                Done::Opened(sink.map(Box::new))
-            });
-            return Ok(Opened::Stream(Kind::Push(Push::default())));
-        }
-        let (offset, length, depth) = (count("offset")?.unwrap_or(0), count("length")?, count("depth")?.unwrap_or(1));
-        let read = verb == b"read";
-        self.submit(id, move || {
-            let open = || {
-                files::become_user(&user)?;
-                let (mut source, reply): (Box<dyn Source>, _) = if read {
-                    let (source, reply) = FileSource::open(&path, offset, length)?;
-                    (Box::new(source), reply)
-                } else {
-                    (Box::new(ListSource::open(&path, depth as usize)?), empty_map())
-                };
-                let mut chunk = Vec::new();
-                let last = source.fill(&mut chunk)?;
-                Ok((Some(reply), source, chunk, last))
-            };
-            Done::Pulled(open())
-        });
-        Ok(Opened::Stream(Kind::Pull(Pull::default())))
-    }
-
-    /// Send of the chunk at hand what credit allows, one frame at most; true when there is more.
-    fn pull(&mut self, id: u32) -> bool {
-        let Some(Stream { kind: Kind::Pull(pull), credit, .. }) = self.streams.get_mut(&id) else { return false };
-        if pull.source.is_none() {
-            return false; // a worker is at it
-        }
-        let n = (pull.chunk.len() - pull.at).min(frame::PAYLOAD_MAX).min(*credit as usize);
-        if n > 0 {
-            self.out.push(id, frame::DATA, 0, &pull.chunk[pull.at..pull.at + n]);
-            *credit -= n as u64;
-            pull.at += n;
-        }
-        if pull.at < pull.chunk.len() {
-            return *credit > 0;
-        }
-        let Some(mut source) = pull.source.take() else { return false };
-        if pull.last {
-            self.out.push(id, frame::EOF, 0, b"");
-            self.end(id, &source.end());
-            return false;
-        }
-        let mut chunk = std::mem::take(&mut pull.chunk);
-        self.submit(id, move || Done::Pulled(source.fill(&mut chunk).map(|last| (None, source, chunk, last))));
-        false
-    }
-
-    /// Hand what has come in to a worker, if none is at it.
-    fn push_on(&mut self, id: u32) {
-        let Some(Stream { kind: Kind::Push(push), .. }) = self.streams.get_mut(&id) else { return };
-        if push.pending.is_empty() && !push.eof {
-            return;
-        }
-        let Some(mut sink) = push.sink.take() else { return };
-        let bytes = std::mem::replace(&mut push.pending, std::mem::take(&mut push.spare));
-        let last = push.eof;
-        self.submit(id, move || {
-            let written = sink.write(&bytes);
-            if last {
-                return Done::Committed(written.and_then(|()| sink.commit()));
-            }
-            Done::Pushed(written.map(|()| (sink, bytes)))
-        });
-    }
-
-    fn worker_done(&mut self, token: u64, done: Done) {
-        let id = token as u32;
-        if token >> 32 != u64::from(self.session) {
-            return; // of an ended session: a sink among it unlinks itself
-        }
-        let wide = self.streams.len() <= PUSH_WINDOWS_MAX;
-        let Some(stream) = self.streams.get_mut(&id) else { return };
-        match (done, &mut stream.kind) {
-            (Done::Answer(Ok(reply)), _) => {
-                self.out.push(id, frame::REPLY, 0, &reply);
-                self.end(id, &empty_map());
-            }
-            (Done::Pulled(Ok((reply, source, chunk, last))), Kind::Pull(pull)) => {
-                *pull = Pull { source: Some(source), chunk, at: 0, last };
-                if let Some(reply) = reply {
-                    self.out.push(id, frame::REPLY, 0, &reply);
-                }
-                self.enqueue(id);
-            }
-            (Done::Opened(Ok(sink)), Kind::Push(push)) => {
-                push.sink = Some(sink);
-                self.out.push(id, frame::REPLY, 0, &empty_map());
-                if wide {
-                    stream.incoming += PUSH_WINDOW_BYTES - CREDIT_BYTES;
-                    let extra = (PUSH_WINDOW_BYTES - CREDIT_BYTES) as u32;
-                    self.out.push(id, frame::CREDIT, 0, &extra.to_le_bytes());
-                }
-                self.push_on(id);
-            }
-            (Done::Pushed(Ok((sink, mut buffer))), Kind::Push(push)) => {
-                let n = buffer.len();
-                buffer.clear();
-                (push.sink, push.spare) = (Some(sink), buffer);
-                self.consumed(id, n);
-                self.push_on(id);
-            }
-            (Done::Committed(Ok(end)), _) => self.end(id, &end),
-            (
-                Done::Answer(Err(failure))
-                | Done::Pulled(Err(failure))
-                | Done::Opened(Err(failure))
-                | Done::Pushed(Err(failure))
-                | Done::Committed(Err(failure)),
-                _,
-            ) => self.fail(id, &failure),
-            _ => {}
-        }
-    }
-
-    // Freezing
-
-    /// The kernel may have finished freezing: answer those who wait for it.
-    fn freezer(&mut self) {
-        if !self.machine.as_ref().is_some_and(|machine| machine.sandbox.frozen && machine.sandbox.is_frozen()) {
-            return;
-        }
-        let waiting: Vec<(u32, bool, bool)> = self
-            .streams
-            .iter()
-            .filter_map(|(id, stream)| match stream.kind {
-                Kind::Freeze { sync, drop_caches } => Some((*id, sync, drop_caches)),
-                _ => None,
-            })
-            .collect();
-        for (id, sync, drop_caches) in waiting {
-            if let Some(stream) = self.streams.get_mut(&id) {
-                stream.kind = Kind::Job;
-            }
-            self.submit(id, move || {
-                if sync || drop_caches {
-                    // SAFETY: takes nothing, cannot fail.
-                    unsafe { libc::sync() };
-                }
-                if drop_caches {
-                    let _ = std::fs::write("/proc/sys/vm/drop_caches", "3");
-                }
-                let mut reply = Writer::map(1);
-                reply.str("frozen").bool(true);
-                Done::Answer(Ok(reply.0))
-            });
-        }
-    }
-}
-
-fn mode(value: &Value) -> Outcome<Option<u32>> {
-    match value {
-        Value::Nil => Ok(None),
-        Value::Int(mode @ 0..=0o7777) => Ok(Some(*mode as u32)),
-        _ => Err(Failure::invalid("mode is 0 to 0o7777")),
     }
 }

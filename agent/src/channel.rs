@@ -10,7 +10,10 @@ pub const VSOCK_PORT: u32 = 1024;
 pub enum Channel {
     /// Has no connections: while no host is there `read` answers 0 and `write` EAGAIN, and an edge tells of its coming.
     Port(OwnedFd),
-    Vsock { listener: OwnedFd, peer: Option<OwnedFd> },
+    Vsock {
+        listener: OwnedFd,
+        peer: Option<OwnedFd>,
+    },
     Socket(OwnedFd),
 }
 
@@ -39,7 +42,8 @@ impl Channel {
     pub fn vsock() -> io::Result<Self> {
         // SAFETY: an address made here, of the size that is said; the descriptor is ours.
         unsafe {
-            let fd = cvt(libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0))?;
+            let fd =
+                cvt(libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0))?;
             let listener = OwnedFd::from_raw_fd(fd);
             let mut address: libc::sockaddr_vm = std::mem::zeroed();
             address.svm_family = libc::AF_VSOCK as libc::sa_family_t;

@@ -28,7 +28,7 @@ impl Connection {
             Value::Nil => tcp(request)?,
             path => (unix(&crate::files::path(path)?)?, false),
         };
-        let outlet = Outlet::new(fd.try_clone().map_err(|error| refused(&error))?, 0);
+        let outlet = Outlet::new(fd.try_clone().map_err(|error| refused(&error))?, 0, false);
         Ok(Self { connecting, inlet: Inlet::default(), outlet, shut: false, socket: fd })
     }
 
@@ -42,8 +42,20 @@ impl Connection {
         let mut errno: libc::c_int = 0;
         let mut size = mem::size_of::<libc::c_int>() as libc::socklen_t;
         // SAFETY: an int and its size to write into.
-        unsafe { libc::getsockopt(self.socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ERROR, (&mut errno as *mut libc::c_int).cast(), &mut size) };
-        if errno == 0 { Ok(()) } else { Err(refused(&io::Error::from_raw_os_error(errno))) }
+        unsafe {
+            libc::getsockopt(
+                self.socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ERROR,
+                (&mut errno as *mut libc::c_int).cast(),
+                &mut size,
+            )
+        };
+        if errno == 0 {
+            Ok(())
+        } else {
+            Err(refused(&io::Error::from_raw_os_error(errno)))
+        }
     }
 
     /// Bytes of the host; how many were consumed.
@@ -158,7 +170,9 @@ fn unix(path: &std::path::Path) -> Outcome<OwnedFd> {
     match connect(&fd, &name, mem::size_of_val(&name)) {
         Ok(()) => Ok(fd),
         // Its queue is full: nobody accepts.
-        Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => Err(Failure::new("refused", "connect: the listener does not accept")),
+        Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {
+            Err(Failure::new("refused", "connect: the listener does not accept"))
+        }
         Err(error) => Err(refused(&error)),
     }
 }

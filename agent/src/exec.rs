@@ -40,19 +40,27 @@ pub fn environment(value: &Value) -> Outcome<Environment> {
 pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Environment) -> Outcome<Command<'a>> {
     let Value::Array(arguments) = request.get("argv") else { return Err(Failure::invalid("argv is a list")) };
     let arguments: Option<Vec<&[u8]>> = arguments.iter().map(Value::bytes).collect();
-    let arguments = arguments.filter(|a| !a.is_empty()).ok_or_else(|| Failure::invalid("argv is a list of strings, not empty"))?;
+    let arguments =
+        arguments.filter(|a| !a.is_empty()).ok_or_else(|| Failure::invalid("argv is a list of strings, not empty"))?;
     let asked = environment(request.get("env"))?;
     let path = if user.uid == 0 { ROOT_PATH } else { USER_PATH };
     let mut variables: Vec<(&[u8], &[u8])> = Vec::new();
     if !request.get("env_clear").bool(false) {
-        let own = [("HOME", &user.home[..]), ("USER", &user.name), ("LOGNAME", &user.name), ("SHELL", &user.shell), ("PATH", path)];
+        let own = [
+            ("HOME", &user.home[..]),
+            ("USER", &user.name),
+            ("LOGNAME", &user.name),
+            ("SHELL", &user.shell),
+            ("PATH", path),
+        ];
         variables.extend(own.map(|(name, value)| (name.as_bytes(), value)));
         defaults.iter().for_each(|(name, value)| set(&mut variables, name, value));
     }
     asked.iter().for_each(|(name, value)| set(&mut variables, name, value));
 
     let nul = || Failure::invalid("an argument or path holds a NUL");
-    let (mut argv, mut env, mut files, mut cwd) = (Strings::default(), Strings::default(), Strings::default(), Strings::default());
+    let (mut argv, mut env, mut files, mut cwd) =
+        (Strings::default(), Strings::default(), Strings::default(), Strings::default());
     for argument in &arguments {
         argv.push(&[argument]).ok_or_else(nul)?;
     }
@@ -212,7 +220,12 @@ impl Exec {
         }
         let mut end = Writer::map(5);
         end.str("exit_code").opt_int(ended.exit_code.map(i64::from)).str("signal").opt_int(ended.signal.map(i64::from));
-        end.str("timed_out").bool(self.timed_out).str("user_ms").int(ended.user_ms).str("system_ms").int(ended.system_ms);
+        end.str("timed_out")
+            .bool(self.timed_out)
+            .str("user_ms")
+            .int(ended.user_ms)
+            .str("system_ms")
+            .int(ended.system_ms);
         Some(end.0)
     }
 }
@@ -225,7 +238,14 @@ mod tests {
     fn request(build: impl FnOnce(&mut Writer)) -> Outcome<()> {
         let mut writer = Writer::default();
         build(&mut writer);
-        let user = User { name: b"u".to_vec(), uid: 1, gid: 1, home: b"/".to_vec(), shell: b"/bin/sh".to_vec(), groups: vec![] };
+        let user = User {
+            name: b"u".to_vec(),
+            uid: 1,
+            gid: 1,
+            home: b"/".to_vec(),
+            shell: b"/bin/sh".to_vec(),
+            groups: vec![],
+        };
         command(&decode(&writer.0).unwrap(), &user, false, &vec![]).map(drop)
     }
 
@@ -239,16 +259,41 @@ mod tests {
             w.str("true");
         };
         assert!(request(|w| argv(w, 1)).is_ok());
-        assert!(request(|w| { argv(w, 2); w.str("cwd").str("relative"); }).is_err());
-        assert!(request(|w| { argv(w, 2); w.str("env").begin_map(1); w.str("A=B").str("c"); }).is_err());
-        assert!(request(|w| { argv(w, 2); w.str("env").begin_map(1); w.str("A").str("c\0"); }).is_err());
-        assert!(request(|w| { w.begin_map(1); w.str("argv").begin_array(0); }).is_err());
-        assert!(request(|w| { w.begin_map(1); w.str("argv").begin_array(1); w.int(1); }).is_err());
+        assert!(request(|w| {
+            argv(w, 2);
+            w.str("cwd").str("relative");
+        })
+        .is_err());
+        assert!(request(|w| {
+            argv(w, 2);
+            w.str("env").begin_map(1);
+            w.str("A=B").str("c");
+        })
+        .is_err());
+        assert!(request(|w| {
+            argv(w, 2);
+            w.str("env").begin_map(1);
+            w.str("A").str("c\0");
+        })
+        .is_err());
+        assert!(request(|w| {
+            w.begin_map(1);
+            w.str("argv").begin_array(0);
+        })
+        .is_err());
+        assert!(request(|w| {
+            w.begin_map(1);
+            w.str("argv").begin_array(1);
+            w.int(1);
+        })
+        .is_err());
     }
 
     #[test]
     fn timeouts() {
-        for (seconds, want) in [(0.0, Some(None)), (1.5, Some(Some(Duration::from_millis(1500)))), (-1.0, None), (f64::NAN, None)] {
+        for (seconds, want) in
+            [(0.0, Some(None)), (1.5, Some(Some(Duration::from_millis(1500)))), (-1.0, None), (f64::NAN, None)]
+        {
             let mut writer = Writer::map(1);
             writer.str("timeout_s").float(seconds);
             assert_eq!(timeout(&decode(&writer.0).unwrap()).ok(), want);

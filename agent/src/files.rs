@@ -52,7 +52,11 @@ pub fn c_path(path: impl AsRef<OsStr>) -> Outcome<CString> {
 
 pub fn not_regular(path: &Path, metadata: &Metadata) -> Failure {
     if metadata.is_dir() {
-        return Failure { code: "is_directory", errno: libc::EISDIR, message: format!("{} is a directory", path.display()) };
+        return Failure {
+            code: "is_directory",
+            errno: libc::EISDIR,
+            message: format!("{} is a directory", path.display()),
+        };
     }
     Failure::invalid(format!("{} is not a regular file", path.display()))
 }
@@ -119,7 +123,9 @@ pub fn rename(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
     let (from_c, to_c) = (c_path(from)?, c_path(to)?);
     let flags = if overwrite { 0 } else { libc::RENAME_NOREPLACE };
     // SAFETY: C strings and plain integers.
-    let result = unsafe { libc::syscall(libc::SYS_renameat2, libc::AT_FDCWD, from_c.as_ptr(), libc::AT_FDCWD, to_c.as_ptr(), flags) };
+    let result = unsafe {
+        libc::syscall(libc::SYS_renameat2, libc::AT_FDCWD, from_c.as_ptr(), libc::AT_FDCWD, to_c.as_ptr(), flags)
+    };
     if result == 0 {
         return Ok(());
     }

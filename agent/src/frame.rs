@@ -228,7 +228,9 @@ mod tests {
     #[test]
     fn check_is_the_one_of_the_page() {
         let (length, session, stream, kind, flags) = (0x0001_0000u32, 0xDEAD_BEEFu32, 0x1234_5678u32, 5u32, 2u32);
-        let page = (length ^ length >> 16 ^ session ^ session >> 16 ^ stream ^ stream >> 16 ^ kind << 8 ^ flags ^ 0x4C34) & 0xFFFF;
+        let page =
+            (length ^ length >> 16 ^ session ^ session >> 16 ^ stream ^ stream >> 16 ^ kind << 8 ^ flags ^ 0x4C34)
+                & 0xFFFF;
         assert_eq!(u32::from(check(length, session, stream, kind as u8, flags as u8)), page);
     }
 
@@ -312,7 +314,14 @@ mod tests {
                 match random() % 6 {
                     0 => bytes.extend((0..random() % 3000).map(|_| random() as u8)),
                     1 => preamble(&mut bytes, random()),
-                    2 => encode(&mut bytes, random() as u32 % 3, 1, random() as u8, 0, &vec![1; (random() % 9000) as usize]),
+                    2 => encode(
+                        &mut bytes,
+                        random() as u32 % 3,
+                        1,
+                        random() as u8,
+                        0,
+                        &vec![1; (random() % 9000) as usize],
+                    ),
                     3 => bytes.extend(vec![0; (random() % 70_000) as usize]),
                     4 => bytes.extend_from_slice(&MAGIC[..(random() % 9) as usize]),
                     _ => bytes.truncate(bytes.len().saturating_sub((random() % 40) as usize)),

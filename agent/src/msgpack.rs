@@ -28,15 +28,27 @@ impl<'a> Value<'a> {
     }
 
     pub fn bytes(&self) -> Option<&'a [u8]> {
-        if let Value::Bytes(bytes) = self { Some(bytes) } else { None }
+        if let Value::Bytes(bytes) = self {
+            Some(bytes)
+        } else {
+            None
+        }
     }
 
     pub fn int(&self) -> Option<i64> {
-        if let Value::Int(n) = self { Some(*n) } else { None }
+        if let Value::Int(n) = self {
+            Some(*n)
+        } else {
+            None
+        }
     }
 
     pub fn bool(&self, default: bool) -> bool {
-        if let Value::Bool(b) = self { *b } else { default }
+        if let Value::Bool(b) = self {
+            *b
+        } else {
+            default
+        }
     }
 
     pub fn float(&self) -> Option<f64> {
@@ -241,7 +253,23 @@ mod tests {
         let mut writer = Writer::map(5);
         writer.str("text").str(&"é".repeat(40)).str("bin").bytes(&[0xff; 300]);
         writer.str("n").begin_array(20);
-        let numbers = [0, 1, -1, -32, -33, 127, 128, 255, 65_535, 65_536, -70_000, i64::from(u32::MAX), 1 << 32, i64::MAX, i64::MIN];
+        let numbers = [
+            0,
+            1,
+            -1,
+            -32,
+            -33,
+            127,
+            128,
+            255,
+            65_535,
+            65_536,
+            -70_000,
+            i64::from(u32::MAX),
+            1 << 32,
+            i64::MAX,
+            i64::MIN,
+        ];
         for n in numbers {
             writer.int(n);
         }
@@ -259,7 +287,15 @@ mod tests {
 
     #[test]
     fn hostile_input_is_none_and_cheap() {
-        for bytes in [&b""[..], b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xdb\x7f\xff\xff\xff", b"\x81\xa1a", b"\x01\x01"] {
+        for bytes in [
+            &b""[..],
+            b"\xc1",
+            b"\xdd\xff\xff\xff\xff",
+            b"\xdf\xff\xff\xff\xff\x01",
+            b"\xdb\x7f\xff\xff\xff",
+            b"\x81\xa1a",
+            b"\x01\x01",
+        ] {
             assert_eq!(decode(bytes), None, "{bytes:?}");
         }
         assert_eq!(decode(&[0x91; 60_000]), None);

@@ -33,7 +33,11 @@ impl<'a> Request<'a> {
     pub fn parse(request: &Value<'a>) -> Outcome<Self> {
         let text = |key: &str| request.get(key).bytes().and_then(|bytes| std::str::from_utf8(bytes).ok());
         let entropy = request.get("entropy").bytes().filter(|bytes| bytes.len() == ENTROPY_BYTES);
-        let host = |name: &&str| !name.is_empty() && name.len() <= 64 && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'.');
+        let host = |name: &&str| {
+            !name.is_empty()
+                && name.len() <= 64
+                && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'.')
+        };
         let machine = |id: &&str| id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit());
         let boot = |id: &&str| !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_graphic());
         let bad = |what: &str| Failure::invalid(format!("post_restore: {what}"));
@@ -65,7 +69,8 @@ fn reseed(random: &OwnedFd, entropy: &[u8]) -> io::Result<()> {
         size: libc::c_int,
         bytes: [u8; ENTROPY_BYTES],
     }
-    let mut info = PoolInfo { entropy_bits: ENTROPY_BYTES as i32 * 8, size: ENTROPY_BYTES as i32, bytes: [0; ENTROPY_BYTES] };
+    let mut info =
+        PoolInfo { entropy_bits: ENTROPY_BYTES as i32 * 8, size: ENTROPY_BYTES as i32, bytes: [0; ENTROPY_BYTES] };
     info.bytes.copy_from_slice(entropy);
     // SAFETY: the struct RNDADDENTROPY wants; RNDRESEEDCRNG takes nothing.
     unsafe {
@@ -99,7 +104,11 @@ pub fn set_hostname(name: &str) -> Outcome<()> {
         let _ = file.take(HOSTS_BYTES_MAX).read_to_end(&mut old);
     }
     let new = hosts(&old, name);
-    if old == new { Ok(()) } else { put(HOSTS, &new) }
+    if old == new {
+        Ok(())
+    } else {
+        put(HOSTS, &new)
+    }
 }
 
 /// /etc/hosts with our own line renamed, and every other line as it was.
@@ -122,7 +131,7 @@ fn hosts(old: &[u8], name: &str) -> Vec<u8> {
 /// Overwrite in place: no new inode, no truncation to nothing, so that a file of the same size costs one page.
 pub fn put(path: &str, content: &[u8]) -> Outcome<()> {
     let write = || {
-        let file = OpenOptions::new().write(true).create(true).mode(0o644).open(path)?;
+        let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o644).open(path)?;
         file.write_all_at(content, 0)?;
         if file.metadata()?.len() != content.len() as u64 {
             file.set_len(content.len() as u64)?;
@@ -143,7 +152,11 @@ mod tests {
         assert_eq!(hosts(&first, "a"), first);
         let edited = [&first[..], b"10.0.0.1 db"].concat();
         let text = String::from_utf8(hosts(&edited, "b")).unwrap();
-        assert!(text.ends_with("10.0.0.1 db\n127.0.1.1\tb\n") && !text.contains("\ta\n") && text.starts_with("127.0.0.1\tlocalhost\n"));
+        assert!(
+            text.ends_with("10.0.0.1 db\n127.0.1.1\tb\n")
+                && !text.contains("\ta\n")
+                && text.starts_with("127.0.0.1\tlocalhost\n")
+        );
     }
 
     #[test]

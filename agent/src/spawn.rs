@@ -94,7 +94,14 @@ impl Spawner {
     pub fn new(protect: bool) -> io::Result<Self> {
         // SAFETY: a fresh anonymous mapping.
         let stack = unsafe {
-            libc::mmap(ptr::null_mut(), STACK, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+            libc::mmap(
+                ptr::null_mut(),
+                STACK,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
         };
         if stack == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -192,13 +199,24 @@ unsafe fn clone_vfork(child: &mut Child, stack: *mut c_void, cgroup: Option<RawF
         out("rcx") _,
         out("r11") _,
     );
-    if result < 0 { Err(io::Error::from_raw_os_error(-result as i32)) } else { Ok(result as i32) }
+    if result < 0 {
+        Err(io::Error::from_raw_os_error(-result as i32))
+    } else {
+        Ok(result as i32)
+    }
 }
 
 /// Elsewhere a plain fork: dearer, and the child's error comes back through a pipe instead of shared memory.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn clone_vfork(child: &mut Child, _stack: *mut c_void, cgroup: Option<RawFd>) -> io::Result<i32> {
-    let shared = libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0);
+    let shared = libc::mmap(
+        ptr::null_mut(),
+        4096,
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+        -1,
+        0,
+    );
     if shared == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
@@ -217,7 +235,11 @@ unsafe fn clone_vfork(child: &mut Child, _stack: *mut c_void, cgroup: Option<Raw
     let error = io::Error::last_os_error();
     (child.errno, child.step) = ((*copy).errno, (*copy).step);
     libc::munmap(shared, 4096);
-    if result < 0 { Err(error) } else { Ok(result as i32) }
+    if result < 0 {
+        Err(error)
+    } else {
+        Ok(result as i32)
+    }
 }
 
 /// # Safety: only called in the fresh child.
@@ -262,7 +284,10 @@ unsafe fn become_program(child: &mut Child) -> io::Result<()> {
 }
 
 /// Try each until one works; the error is the first one that says more than "not there".
-unsafe fn first(mut paths: *const *const c_char, mut attempt: impl FnMut(*const c_char) -> io::Result<c_int>) -> io::Result<()> {
+unsafe fn first(
+    mut paths: *const *const c_char,
+    mut attempt: impl FnMut(*const c_char) -> io::Result<c_int>,
+) -> io::Result<()> {
     let mut errno = libc::ENOENT;
     while !(*paths).is_null() {
         match attempt(*paths) {
@@ -301,7 +326,10 @@ mod tests {
             fds: [null.as_raw_fd(), writer.as_raw_fd(), null.as_raw_fd()],
             cgroup: None,
         };
-        let pid = Spawner::new(false).unwrap().spawn(&command).map_err(|(step, error)| (step, error.raw_os_error().unwrap()))?;
+        let pid = Spawner::new(false)
+            .unwrap()
+            .spawn(&command)
+            .map_err(|(step, error)| (step, error.raw_os_error().unwrap()))?;
         drop(writer);
         let mut out = Vec::new();
         while sys::read_onto(reader.as_raw_fd(), &mut out, 4096).unwrap() > 0 {}

@@ -37,7 +37,10 @@ pub enum Kind {
     /// A worker will answer.
     Job,
     /// The kernel is freezing; then a worker syncs and answers.
-    Freeze { sync: bool, drop_caches: bool },
+    Freeze {
+        sync: bool,
+        drop_caches: bool,
+    },
 }
 
 impl Stream {
@@ -121,6 +124,8 @@ pub struct Outlet {
     pub hup: bool,
     /// So many more bytes are delivered whoever holds the other end.
     pub left: Option<usize>,
+    /// Whether small pieces are gathered (HOLD): for what a process prints, not for what answers a request.
+    gather: bool,
     hold: Option<Instant>,
 }
 
@@ -135,8 +140,8 @@ pub enum Flow {
 }
 
 impl Outlet {
-    pub fn new(fd: OwnedFd, channel: u8) -> Self {
-        Self { fd: Some(fd), channel, ready: false, hup: false, left: None, hold: None }
+    pub fn new(fd: OwnedFd, channel: u8, gather: bool) -> Self {
+        Self { fd: Some(fd), channel, ready: false, hup: false, left: None, gather, hold: None }
     }
 
     pub fn event(&mut self, events: u32) {
@@ -194,11 +199,15 @@ impl Outlet {
             self.fd = None;
             return Flow::Ended;
         }
-        if dry {
+        if dry && self.gather {
             self.hold = Some(Instant::now() + HOLD);
         }
         self.ready = !dry;
-        if dry { Flow::Dry } else { Flow::More }
+        if dry {
+            Flow::Dry
+        } else {
+            Flow::More
+        }
     }
 }
 
@@ -224,6 +233,30 @@ pub struct Push {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_pieces_wait_for_each_other_but_not_the_first_or_the_last() {
+        let (reader, writer) = sys::pipe().unwrap();
+        sys::set_nonblocking(reader.as_raw_fd()).unwrap();
+        let (mut out, mut credit) = (Out::default(), 1000);
+        out.begin(9);
+        let mut outlet = Outlet::new(reader, 1, true);
+        let say = |outlet: &mut Outlet| {
+            sys::write(writer.as_raw_fd(), b"x").unwrap();
+            outlet.event(sys::IN);
+        };
+        say(&mut outlet);
+        outlet.pump(&mut out, 1, &mut credit);
+        assert_eq!(credit, 999);
+        say(&mut outlet);
+        assert!(outlet.held().is_some() || credit == 998);
+        outlet.hold = outlet.hold.map(|_| Instant::now() + Duration::from_secs(60));
+        assert!(matches!(outlet.pump(&mut out, 1, &mut credit), Flow::Dry));
+        assert_eq!(credit, 999);
+        outlet.event(sys::HUP);
+        outlet.pump(&mut out, 1, &mut credit);
+        assert_eq!(credit, 998);
+    }
 
     #[test]
     fn credit_is_given_back_in_quarters() {
@@ -259,7 +292,7 @@ mod tests {
         drop(writer);
         let mut out = Out::default();
         out.begin(9);
-        let mut outlet = Outlet::new(reader, 1);
+        let mut outlet = Outlet::new(reader, 1, true);
         outlet.event(sys::IN | sys::HUP);
         let mut credit = 60;
         assert!(matches!(outlet.pump(&mut out, 1, &mut credit), Flow::More));

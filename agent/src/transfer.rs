@@ -44,7 +44,11 @@ impl FileSource {
         if metadata.is_dir() || is_special(&metadata) {
             return Err(not_regular(path, &metadata));
         }
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).map_err(at(&what))?;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+            .map_err(at(&what))?;
         let metadata = file.metadata().map_err(at(&what))?;
         if !metadata.is_file() {
             return Err(not_regular(path, &metadata));
@@ -159,7 +163,11 @@ impl Sink {
     /// `mode` None keeps the target's, or is 0o644.
     pub fn create(path: &Path, mode: Option<u32>, parents: bool, size: Option<u64>) -> Outcome<Self> {
         if path.as_os_str().to_string_lossy().ends_with('/') {
-            return Err(Failure { code: "is_directory", errno: libc::EISDIR, message: format!("{} is a directory", path.display()) });
+            return Err(Failure {
+                code: "is_directory",
+                errno: libc::EISDIR,
+                message: format!("{} is a directory", path.display()),
+            });
         }
         let path = &follow(path)?;
         let what = format!("write {}", path.display());
@@ -179,7 +187,11 @@ impl Sink {
         if size.is_some_and(|size| size > free) {
             return Err(Failure::io(&io::Error::from_raw_os_error(libc::ENOSPC), what));
         }
-        let temporary = c_path(OsStr::new(&format!(".l4-{:x}-{:x}.tmp", std::process::id(), SERIAL.fetch_add(1, Ordering::Relaxed))))?;
+        let temporary = c_path(OsStr::new(&format!(
+            ".l4-{:x}-{:x}.tmp",
+            std::process::id(),
+            SERIAL.fetch_add(1, Ordering::Relaxed)
+        )))?;
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
         let fd = match sys::open_at(directory.as_raw_fd(), &temporary, flags, 0o600) {
             Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {

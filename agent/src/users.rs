@@ -35,7 +35,8 @@ pub struct Users {
 type Stamp = [Option<(u64, u64, i64, i64)>; 2];
 
 fn stamp() -> Stamp {
-    ["/etc/passwd", "/etc/group"].map(|path| std::fs::metadata(path).ok().map(|m| (m.ino(), m.size(), m.ctime(), m.ctime_nsec())))
+    ["/etc/passwd", "/etc/group"]
+        .map(|path| std::fs::metadata(path).ok().map(|m| (m.ino(), m.size(), m.ctime(), m.ctime_nsec())))
 }
 
 /// The tables, re-read when the files have changed.
@@ -75,8 +76,14 @@ impl Users {
                     Some(text) if !text.is_empty() => text.to_vec(),
                     _ => default.into(),
                 };
-                let mut user =
-                    User { name: fields[0].to_vec(), uid, gid, home: field(5, "/"), shell: field(6, "/bin/sh"), groups: vec![gid] };
+                let mut user = User {
+                    name: fields[0].to_vec(),
+                    uid,
+                    gid,
+                    home: field(5, "/"),
+                    shell: field(6, "/bin/sh"),
+                    groups: vec![gid],
+                };
                 for group in &groups {
                     let member = group.members.split(|b| *b == b',').any(|name| name == fields[0]);
                     if member && group.gid != gid && user.groups.len() < GROUPS_MAX {
@@ -99,7 +106,9 @@ impl Users {
             Value::Nil => b"user",
             Value::Int(uid) => {
                 let uid = u32::try_from(*uid).ok().filter(|uid| *uid != u32::MAX);
-                return uid.map(|uid| self.number(uid)).ok_or_else(|| Failure::new("no_user", "a uid is 0 to 4294967294"));
+                return uid
+                    .map(|uid| self.number(uid))
+                    .ok_or_else(|| Failure::new("no_user", "a uid is 0 to 4294967294"));
             }
             Value::Bytes(name) => *name,
             _ => return Err(Failure::invalid("user is a name or a uid")),
@@ -179,7 +188,8 @@ mod tests {
 
     #[test]
     fn unknown_and_impossible_users_are_refused() {
-        for wanted in [Value::Bytes(b"nobody-here"), Value::Int(-1), Value::Int(i64::from(u32::MAX)), Value::Bool(true)] {
+        for wanted in [Value::Bytes(b"nobody-here"), Value::Int(-1), Value::Int(i64::from(u32::MAX)), Value::Bool(true)]
+        {
             assert!(users().find(&wanted).is_err(), "{wanted:?}");
         }
     }

@@ -345,10 +345,11 @@ async def warm_up(agent: Agent, wanted: TemplateSpec, progress: Progress = silen
     for index, step in enumerate(steps):
         progress("warm", " ".join(step.argv)[:60], index / max(1, len(steps)))
         process = await agent.exec(list(step.argv), user=step.user, timeout_s=step.timeout_s)
+        said = b"".join([data async for _, data in process])[-2_000:].decode("utf-8", "replace").strip()
         status = await process.wait()
         if status.exit_code != 0 and not step.may_fail:
             raise BootError(
-                f"the template {wanted.name} could not be warmed: {step.argv} ended with {status}"
+                f"the template {wanted.name} could not be warmed: {step.argv} ended with {status}: {said}"
             )
     for index, cell in enumerate(wanted.warm_up.cells):
         progress("warm", "running Python", index / len(wanted.warm_up.cells))

@@ -169,7 +169,7 @@ _f.groupby("b").a.mean()
 _f.describe()
 _f.head()
 # %%
-import io
+import io, pandas as pd
 pd.read_csv(io.StringIO("a,b\\n1,2\\n3,4\\n")).sum()
 # %%
 import matplotlib.pyplot as plt

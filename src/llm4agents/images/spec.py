@@ -157,7 +157,7 @@ PRELOAD = ("numpy", "pandas", "matplotlib.pyplot", "IPython.core.interactiveshel
 
 _WARM_FILE = "/usr/lib/llm4agents/warm.py"
 _WARM_CELLS = """\
-# What first cells usually do, run once before the freeze; see the interpreter's --warm.
+# What first cells usually do, run once before the freeze; see the interpreter's --warm. Each stands alone.
 # %%
 import numpy, pandas
 print(1 + 1)

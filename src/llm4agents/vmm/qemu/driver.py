@@ -15,6 +15,7 @@ import struct
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
+from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
 from llm4agents.vmm import procfs, uids
@@ -30,6 +31,7 @@ from llm4agents.vmm.base import (
 )
 from llm4agents.vmm.qemu import command, memory, probe, snapshot, table
 from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
+from llm4agents.vmm.waiting import readable
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -271,6 +273,8 @@ class QemuDriver:
 
     async def _end_remains(self, record: MachineRecord, same_boot: bool) -> None:
         """End what is left of a machine that cannot be adopted, and its sockets."""
+        if same_boot and not procfs.alive(record.vmm_pid, record.vmm_start_ticks):
+            await _gone(record.shim_pid, record.shim_start_ticks)  # it is writing down how the VMM ended
         if same_boot:
             for pid, ticks in (
                 (record.shim_pid, record.shim_start_ticks),
@@ -296,6 +300,17 @@ async def _reading(work: Awaitable[int], path: Path) -> int:
         raise HostSetupError(
             f"{path} cannot be read: {error.strerror}", hint="build the template again"
         ) from error
+
+
+async def _gone(pid: int, ticks: int) -> None:
+    """Wait until that process has ended, VM_STOP_TIMEOUT_S at most."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        fd = os.pidfd_open(pid)
+        try:
+            if procfs.alive(pid, ticks):
+                await asyncio.wait_for(readable(fd), limits.VM_STOP_TIMEOUT_S)
+        finally:
+            os.close(fd)
 
 
 def _listen(run_dir: Path, name: str) -> socket.socket:

@@ -27,7 +27,7 @@ CERTIFICATE_BYTES_MAX = 1_048_576
 RESOLV_CONF = """# This version of LLM4Agents gives its sandboxes no network: there is no name server to ask.
 # Put files into a sandbox with the SDK (`files.write`, `files.upload`) or the CLI (`llm4agents cp`).
 """
-_APT_CONF = 'APT::Install-Recommends "0";\nAPT::Sandbox::User "root";\nDpkg::Options:: "--force-unsafe-io";\n'
+_APT_CONF = 'APT::Install-Recommends "0";\nAPT::Sandbox::User "root";\n'
 
 
 def host_certificates(directory: Path = HOST_CERTIFICATES) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from llm4agents.images.process import Cancel, check_room, in_thread, require
 from llm4agents.images.progress import Progress, silent
 from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
 
-_BUILDER = 1
+_BUILDER = 2
 _UUID = "4c344167-656e-7401-8000-000000000001"
 _COPYRIGHT_BYTES_MAX = 262_144
 _EXCLUDED = ("doc", "man", "info", "locale", "lintian", "bug", "groff", "linda", "doc-base")
@@ -155,6 +155,7 @@ async def _mmdebstrap(
     argv.append('--aptopt=APT::Install-Recommends "0";')
     for name in _EXCLUDED:
         argv.append(f"--dpkgopt=path-exclude=/usr/share/{name}/*")
+    argv.append("--dpkgopt=force-unsafe-io")
     argv.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
     argv += [f"--customize-hook={hook}" for hook in hooks(spec, system.python, tmp / "overlay.tar")]
     argv += [system.codename, str(tmp / "root.tar"), *(source.line() for source in sources)]

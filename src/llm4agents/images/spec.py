@@ -235,6 +235,8 @@ PYTHON = TemplateSpec(
             "OPENBLAS_NUM_THREADS": "1",
             # QEMU's processor states no cache, of which every `import numpy` would otherwise complain (KiB).
             "OPENBLAS_L2_SIZE": "512",
+            # pandas imports pyarrow, whose allocator's thread would wake up in every idle clone.
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",
             "PIP_NO_INPUT": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }

@@ -5,15 +5,15 @@ scripts/unasync.py replaces the first name of each pair by the second. Nothing e
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
+
     import httpcore
 
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ class AsyncPools:
     def get(self) -> httpcore.AsyncConnectionPool:
         import httpcore
 
-        loop = asyncio.get_running_loop()
+        loop = _loop()
         held = self._pools.get(loop)
         if held is None or held[0] != os.getpid():
             pool = httpcore.AsyncConnectionPool(
@@ -54,11 +54,11 @@ class AsyncPools:
         return held[1]
 
     def retain(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = _loop()
         self._users[loop] = self._users.get(loop, 0) + 1
 
     async def release(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = _loop()
         self._users[loop] = self._users.get(loop, 1) - 1
         if self._users[loop] <= 0:
             self._users.pop(loop, None)
@@ -103,8 +103,16 @@ def _close(pools: dict[int, httpcore.ConnectionPool]) -> None:
                 pool.close()
 
 
+def _loop() -> asyncio.AbstractEventLoop:
+    import asyncio  # 40 ms that the synchronous client does not need
+
+    return asyncio.get_running_loop()
+
+
 async def async_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs what blocks (disk, the start of a server) in a thread."""
+    import asyncio
+
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
@@ -116,7 +124,7 @@ async def async_call(callback: Callable[..., Any] | None, *args: Any) -> None:
     """Calls a user's callback, which may be a coroutine function."""
     if callback is not None:
         answer = callback(*args)
-        if inspect.isawaitable(answer):
+        if isinstance(answer, Awaitable):
             await answer
 
 
@@ -140,7 +148,7 @@ async def async_chunks(data: Any, size: int) -> Any:
         async for piece in data:
             yield piece
     elif hasattr(data, "read"):
-        while piece := await asyncio.to_thread(data.read, size):
+        while piece := await async_blocking(data.read, size):
             yield piece
     else:
         for piece in _split(data, size):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-import secrets
 from collections.abc import AsyncIterable, Callable, Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, overload
@@ -274,7 +273,7 @@ class AsyncFiles:
     async def _download_file(
         self, source: str, target: Path, info: results.FileInfo, user: str | None, progress: Progress | None
     ) -> None:
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
         try:
             out = part.open("xb")
         except OSError as error:

@@ -1,7 +1,7 @@
 //! What stays of a VM on disk: its bounded logs and the one-line JSON of how it ended.
 
 use std::ffi::{CStr, CString};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 
 use crate::sys::{self, Dir};
 
@@ -15,7 +15,6 @@ pub struct Log<'a> {
     dir: &'a Dir,
     name: CString,
     older: CString,
-    file: Option<OwnedFd>,
     written: u64,
     bytes_max: u64,
     tail: Vec<u8>,
@@ -25,7 +24,7 @@ impl<'a> Log<'a> {
     pub fn new(dir: &'a Dir, name: &str, bytes_max: u64) -> Log<'a> {
         let older = CString::new(format!("{name}.1")).unwrap_or_default();
         let name = CString::new(name).unwrap_or_default();
-        Log { dir, name, older, file: None, written: 0, bytes_max, tail: Vec::new() }
+        Log { dir, name, older, written: 0, bytes_max, tail: Vec::new() }
     }
 
     pub fn write(&mut self, bytes: &[u8]) {
@@ -35,14 +34,12 @@ impl<'a> Log<'a> {
         }
         for part in bytes.chunks((self.bytes_max / 2).max(1) as usize) {
             if self.written + part.len() as u64 > self.bytes_max / 2 {
-                self.file = None;
                 self.written = 0;
                 let _ = self.dir.rename(&self.name, &self.older);
             }
-            if self.file.is_none() {
-                self.file = self.dir.open(&self.name, CREATE).ok();
-            }
-            if let Some(file) = &self.file {
+            // Opened anew for each write: an open file in it would hide the loss of `run_dir` from its watch.
+            let flags = if self.written == 0 { CREATE } else { libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND };
+            if let Ok(file) = self.dir.open(&self.name, flags) {
                 let _ = sys::write_all(file.as_raw_fd(), part);
             }
             self.written += part.len() as u64;

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -153,11 +154,11 @@ def test_killing_the_shim_kills_the_vmm(run_dir: Path) -> None:
 def test_losing_run_dir_ends_the_vmm() -> None:
     async def main() -> None:
         path = Path(tempfile.mkdtemp(prefix="l4a-shim-"))
-        async with started(path, ["/bin/sleep", "100"]) as answer:
+        # With logs in it and more to come: nothing the shim holds may hide the loss.
+        async with started(path, ["/bin/sh", "-c", "echo up; echo err >&2; exec sleep 100"]) as answer:
+            await console(path, "up")
             fd = os.pidfd_open(answer.vmm_pid)
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
+            shutil.rmtree(path)
             await asyncio.wait_for(readable(fd), 10)
             os.close(fd)
 

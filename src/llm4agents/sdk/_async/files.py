@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llm4agents.sdk._async.transport import AsyncByteStream, AsyncTransport
 
 CHUNK_BYTES = 262_144
+DEPTH_MAX = 64
+"""The deepest that a server lists (`files/list`)."""
 Data = str | bytes | bytearray | memoryview | IO[bytes] | Iterable[bytes] | AsyncIterable[bytes]
 Progress = Callable[[int, "int | None"], Any]
 """Called with (bytes so far, bytes in all or None), after each chunk."""
@@ -261,7 +263,7 @@ class AsyncFiles:
             await self._download_file(source, target, info, user, on_progress)
             return target
         target.mkdir(parents=True, exist_ok=True)
-        for entry in await self.list(source, depth=1_000, user=user):
+        for entry in await self.list(source, depth=DEPTH_MAX, user=user):
             at = target / _below(entry.path, source)
             if entry.is_dir:
                 at.mkdir(parents=True, exist_ok=True)

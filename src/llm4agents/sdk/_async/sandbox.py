@@ -370,7 +370,13 @@ class AsyncSandbox:
         events = await self._transport.events(
             path, body, ends=_EXEC_END, wait_s=_wire.wait_s(timeout), sandbox=self.id
         )
-        return AsyncExecStream(events)
+        stream = AsyncExecStream(events)
+        try:
+            await stream._start()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
 
 
 class AsyncExecStream:
@@ -379,7 +385,7 @@ class AsyncExecStream:
     def __init__(self, events: AsyncEventStream) -> None:
         self._events = events
         self.pid: int | None = None
-        """In the guest; known once the first output was read."""
+        """In the guest."""
         self.end: dict[str, Any] | None = None
 
     async def __aenter__(self) -> AsyncExecStream:
@@ -391,13 +397,15 @@ class AsyncExecStream:
     def __aiter__(self) -> AsyncExecStream:
         return self
 
+    async def _start(self) -> None:
+        """The first event says that the program runs; if it could not be, this raises."""
+        self.pid = (await self._events.__anext__()).get("pid")
+
     async def __anext__(self) -> results.Output:
         while True:
             event = await self._events.__anext__()
             kind = event.get("type")
-            if kind == "started":
-                self.pid = event.get("pid")
-            elif kind == "stdout":
+            if kind == "stdout":
                 return results.Output("stdout", base64.b64decode(event.get("data_b64") or ""))
             elif kind == "stderr":
                 return results.Output("stderr", base64.b64decode(event.get("data_b64") or ""))

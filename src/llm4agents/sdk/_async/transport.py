@@ -120,10 +120,7 @@ class AsyncTransport:
                 error: LLM4AgentsError = _wire.error_of(status, body)
             except LLM4AgentsError as caught:
                 error = caught
-            again = isinstance(error, ServerUnavailableError) or (
-                method in _IDEMPOTENT and isinstance(error, ConnectionLostError)
-            )
-            if last or not again:
+            if last or not _again(method, error):
                 raise error
             await self._left()
         raise AssertionError("not reached")
@@ -159,7 +156,7 @@ class AsyncTransport:
                 error: LLM4AgentsError = _wire.error_of(response.status, data)
             except LLM4AgentsError as caught:
                 error = caught
-            if last or content is not None or not isinstance(error, ServerUnavailableError):
+            if last or content is not None or not _again(method, error):
                 raise _wire.named(error, sandbox)
             await self._left()
         raise AssertionError("not reached")
@@ -331,6 +328,13 @@ class AsyncEventStream:
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+def _again(method: str, error: LLM4AgentsError) -> bool:
+    """Whether a failed call may be sent once more: nothing ran, or running it twice is no matter."""
+    return isinstance(error, ServerUnavailableError) or (
+        method in _IDEMPOTENT and isinstance(error, ConnectionLostError)
+    )
 
 
 def _encode(body: Mapping[str, Any] | None) -> tuple[bytes | None, list[tuple[str, str]]]:

@@ -367,7 +367,13 @@ class Sandbox:
         events = self._transport.events(
             path, body, ends=_EXEC_END, wait_s=_wire.wait_s(timeout), sandbox=self.id
         )
-        return ExecStream(events)
+        stream = ExecStream(events)
+        try:
+            stream._start()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
 
 class ExecStream:
@@ -376,7 +382,7 @@ class ExecStream:
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self.pid: int | None = None
-        """In the guest; known once the first output was read."""
+        """In the guest."""
         self.end: dict[str, Any] | None = None
 
     def __enter__(self) -> ExecStream:
@@ -388,13 +394,15 @@ class ExecStream:
     def __iter__(self) -> ExecStream:
         return self
 
+    def _start(self) -> None:
+        """The first event says that the program runs; if it could not be, this raises."""
+        self.pid = (self._events.__next__()).get("pid")
+
     def __next__(self) -> results.Output:
         while True:
             event = self._events.__next__()
             kind = event.get("type")
-            if kind == "started":
-                self.pid = event.get("pid")
-            elif kind == "stdout":
+            if kind == "stdout":
                 return results.Output("stdout", base64.b64decode(event.get("data_b64") or ""))
             elif kind == "stderr":
                 return results.Output("stderr", base64.b64decode(event.get("data_b64") or ""))

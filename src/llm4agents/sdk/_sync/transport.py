@@ -121,10 +121,7 @@ class Transport:
                 error: LLM4AgentsError = _wire.error_of(status, body)
             except LLM4AgentsError as caught:
                 error = caught
-            again = isinstance(error, ServerUnavailableError) or (
-                method in _IDEMPOTENT and isinstance(error, ConnectionLostError)
-            )
-            if last or not again:
+            if last or not _again(method, error):
                 raise error
             self._left()
         raise AssertionError("not reached")
@@ -160,7 +157,7 @@ class Transport:
                 error: LLM4AgentsError = _wire.error_of(response.status, data)
             except LLM4AgentsError as caught:
                 error = caught
-            if last or content is not None or not isinstance(error, ServerUnavailableError):
+            if last or content is not None or not _again(method, error):
                 raise _wire.named(error, sandbox)
             self._left()
         raise AssertionError("not reached")
@@ -332,6 +329,13 @@ class EventStream:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _again(method: str, error: LLM4AgentsError) -> bool:
+    """Whether a failed call may be sent once more: nothing ran, or running it twice is no matter."""
+    return isinstance(error, ServerUnavailableError) or (
+        method in _IDEMPOTENT and isinstance(error, ConnectionLostError)
+    )
 
 
 def _encode(body: Mapping[str, Any] | None) -> tuple[bytes | None, list[tuple[str, str]]]:

@@ -75,5 +75,7 @@ ENV_BYTES_MAX: Final = 32_768
 METADATA_BYTES_MAX: Final = 16_384
 SERVER_IDLE_EXIT_S: Final = 60.0
 SERVER_START_TIMEOUT_S: Final = 30.0
+REQUEST_BODY_BYTES_MAX: Final = 33_554_432
+"""Of a request's body, except a file's: those stream through and are as large as the sandbox's disk."""
 DISK_FREE_BYTES_MIN: Final = 512 * 1_048_576
 """Below this much free disk under the state directory nothing new is created."""

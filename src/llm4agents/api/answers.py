@@ -21,7 +21,11 @@ NDJSON = "application/x-ndjson"
 
 
 def dump(body: Any) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        # A file name that is not UTF-8 has lone surrogates: as JSON escapes they travel.
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 class Json(Response):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import Any
 
@@ -11,13 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llm4agents import __version__
+from llm4agents import __version__, limits
 from llm4agents.api.answers import Json
 from llm4agents.api.context import Context
 from llm4agents.api.routes import calls, files, node, sandboxes
 from llm4agents.errors import (
+    CapacityError,
     InvalidRequestError,
     LLM4AgentsError,
     NotFoundError,
@@ -46,10 +48,28 @@ class Counted:
             return
         self.context.active += 1
         try:
-            await self.app(scope, receive, send)
+            whole = scope["method"] != "PUT"  # a PUT is a file, and streams
+            await self.app(scope, _bounded(receive) if whole else receive, send)
         finally:
             self.context.active -= 1
             self.context.last_request_s = time.monotonic()
+
+
+def _bounded(receive: Receive) -> Receive:
+    seen = 0
+
+    async def bounded() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > limits.REQUEST_BODY_BYTES_MAX:
+            raise InvalidRequestError(
+                f"the request is larger than {limits.REQUEST_BODY_BYTES_MAX} bytes",
+                hint="large data goes through files",
+            )
+        return message
+
+    return bounded
 
 
 def problem(error: LLM4AgentsError, context: Context) -> Response:
@@ -95,6 +115,13 @@ def create_app(context: Context) -> FastAPI:
     @app.exception_handler(ClientDisconnect)
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(OSError)
+    async def _host(request: Request, error: OSError) -> Response:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+            return problem(full, context)
+        return await _unforeseen(request, error)
 
     @app.exception_handler(Exception)
     async def _unforeseen(request: Request, error: Exception) -> Response:

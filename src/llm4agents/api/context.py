@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import dataclass, field
 from typing import cast
+from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 
@@ -53,6 +54,12 @@ def guest_path(path: str) -> str:
     if path == "~" or path.startswith("~/"):
         path = HOME + path[1:]
     return path if path.startswith("/") else f"{HOME}/{path}"
+
+
+def query_path(request: Request) -> str:
+    """`path` of the query, whatever bytes it has: names in a guest need not be UTF-8."""
+    query = request.scope["query_string"].decode("ascii", "surrogateescape")
+    return guest_path(dict(parse_qsl(query, errors="surrogateescape")).get("path", ""))
 
 
 def user_of(user: str | None) -> str | int:

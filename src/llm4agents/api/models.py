@@ -20,7 +20,10 @@ class Body(BaseModel):
 
 
 def _env(value: dict[str, str]) -> dict[str, str]:
-    if sum(len(name) + len(text) + 2 for name, text in value.items()) > limits.ENV_BYTES_MAX:
+    if (
+        sum(len(name.encode()) + len(text.encode()) + 2 for name, text in value.items())
+        > limits.ENV_BYTES_MAX
+    ):
         raise ValueError(f"more than {limits.ENV_BYTES_MAX} bytes of environment")
     for name, text in value.items():
         if not name or "=" in name or "\0" in name + text:

@@ -27,7 +27,6 @@ from llm4agents.api.context import Context
 from llm4agents.config import Settings, settings
 from llm4agents.engine.engine import Engine
 from llm4agents.errors import ConflictError, HostSetupError, LLM4AgentsError, to_wire
-from llm4agents.store import open_store
 
 START_FAILED = "LLM4AGENTS-START-FAILED "
 LOG_BYTES_MAX = 10 << 20
@@ -123,8 +122,7 @@ class _Server(uvicorn.Server):
 async def serve(where: Settings) -> None:
     log = structlog.get_logger()
     prepare_run_dir(where.run_dir)
-    store = open_store(where.state / "store.db")
-    engine = Engine(where, store)
+    engine = Engine.open(where)
     context = Context(where, engine)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,7 +150,7 @@ async def serve(where: Settings) -> None:
         server.should_exit = True
         await serving
     finally:
-        store.close()
+        engine.store.close()
     log.info("stopped")
 
 

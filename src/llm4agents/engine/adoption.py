@@ -12,13 +12,13 @@ from pathlib import Path
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, lifecycle
+from llm4agents.engine import clock, contact, deadlines, lifecycle
 from llm4agents.engine.creation import Places
 from llm4agents.engine.live import Live
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Driver, Machine, MachineRecord
-from llm4agents.vmm.shim import read_exit
+from llm4agents.vmm.shim import DEADLINE, read_exit
 
 log = structlog.get_logger()
 
@@ -40,6 +40,7 @@ async def adopt_all(
             try:
                 agent = await contact.greet(machine, timeout=limits.HELLO_TIMEOUT_S, dirty=True)
                 live = Live(row, machine, agent, on_deadline, free_bytes)
+                live.last_used_s = _idle_since(row, places)
             except LLM4AgentsError as error:
                 why = f"could not be taken over: {error.message}"
         if live is not None:
@@ -60,6 +61,19 @@ async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:
     with contextlib.suppress(LLM4AgentsError, KeyError, TypeError):
         return await driver.adopt(MachineRecord.from_json(row.record))
     return None
+
+
+def _idle_since(row: SandboxRow, places: Places) -> float:
+    kept: float | None = None
+    with contextlib.suppress(OSError, ValueError):
+        kept = float((places.run(row.id) / DEADLINE).read_text())
+    return deadlines.idle_since(
+        life_ends_wall_s=row.life_ends_at,
+        idle_timeout_s=row.idle_timeout_s,
+        kept_wall_s=kept,
+        boottime_s=clock.boottime_s(),
+        wall_s=clock.wall_s(),
+    )
 
 
 def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adoptable: bool) -> None:

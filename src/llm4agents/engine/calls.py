@@ -146,6 +146,18 @@ async def code_stream(live: Live, cell: Cell) -> AsyncGenerator[dict[str, Any], 
                 yield body
 
 
+async def interrupt(live: Live, context: str) -> None:
+    """Interrupt the cell that runs in `context`, if one does."""
+    async with live.use("interrupt") as agent:
+        await interpreter.interrupt(agent, context)
+
+
+async def restart(live: Live, context: str) -> None:
+    """Give `context` a fresh interpreter."""
+    async with live.use("restart") as agent:
+        await interpreter.restart(agent, context)
+
+
 async def code_wait(live: Live, cell: Cell) -> dict[str, Any]:
     """Run to the end; keeps CODE_OUTPUT_BYTES_MAX characters of text and as much of results, and says if it cut."""
     text: dict[str, list[str]] = {"stdout": [], "stderr": []}

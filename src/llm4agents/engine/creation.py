@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from llm4agents import limits
 from llm4agents.engine import clock, contact
 from llm4agents.engine.live import Live
 from llm4agents.engine.parts import Variant
-from llm4agents.errors import BootError, LLM4AgentsError
+from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
 from llm4agents.images import disk
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Driver, Machine, Placement, Snapshot
@@ -100,12 +101,23 @@ async def create(
         return live
     except BaseException as error:
         await asyncio.shield(_undo(row, machine, error, store, places))
+        if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError | TimeoutError):
+            raise _host_error(error) from error
         if isinstance(error, TimeoutError) and not isinstance(error, LLM4AgentsError):
             raise BootError(
                 f"the clone of {row.template} did not answer within {limits.RESTORE_TIMEOUT_S:g} s",
                 hint="the host may be overloaded; try again",
             ) from error
         raise
+
+
+def _host_error(error: OSError) -> LLM4AgentsError:
+    """What the host's kernel refused us while making a sandbox, as an error of ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+        return CapacityError(f"the host has no more room: {error.strerror}", hint="end some sandboxes")
+    return HostSetupError(f"a sandbox could not be made: {error}", hint="llm4agents doctor")
 
 
 async def _undo(
@@ -118,4 +130,9 @@ async def _undo(
     cancelled = isinstance(error, asyncio.CancelledError)
     reason = "cancelled" if cancelled else f"create failed: {error}"[:500]
     now = clock.stamp()
-    store.transition(row, "killed" if cancelled else "failed", reason, now, ended_at=now.wall_s, record=None)
+    with contextlib.suppress(
+        CapacityError
+    ):  # then the next server finds a row without a machine, and ends it
+        store.transition(
+            row, "killed" if cancelled else "failed", reason, now, ended_at=now.wall_s, record=None
+        )

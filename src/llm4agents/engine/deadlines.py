@@ -5,6 +5,23 @@ from __future__ import annotations
 IDLE, LIFE = "idle_timeout", "life_end"
 
 
+def idle_since(
+    *,
+    life_ends_wall_s: float,
+    idle_timeout_s: float,
+    kept_wall_s: float | None,
+    boottime_s: float,
+    wall_s: float,
+) -> float:
+    """Since when (CLOCK_BOOTTIME) an adopted sandbox has been idle, from the deadline its shim keeps.
+
+    One whose deadline is the end of its life was in use when its server died: it is idle from now on.
+    """
+    if kept_wall_s is None or kept_wall_s >= life_ends_wall_s:
+        return boottime_s
+    return min(boottime_s, boottime_s - (wall_s - kept_wall_s) - idle_timeout_s)
+
+
 def next_deadline(
     *,
     life_ends_wall_s: float,

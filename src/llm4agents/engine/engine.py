@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -22,6 +23,7 @@ from llm4agents.engine.creation import Places
 from llm4agents.engine.live import Live
 from llm4agents.engine.templates import Templates
 from llm4agents.errors import (
+    CapacityError,
     HostSetupError,
     LLM4AgentsError,
     ProtocolError,
@@ -32,7 +34,7 @@ from llm4agents.errors import (
 from llm4agents.guest.verbs import Agent
 from llm4agents.images.cache import tree_bytes
 from llm4agents.images.progress import Progress, silent
-from llm4agents.store import SandboxRow, Store
+from llm4agents.store import SandboxRow, Store, open_store
 from llm4agents.vmm.base import Capabilities
 from llm4agents.vmm.qemu.driver import QemuDriver
 
@@ -68,7 +70,14 @@ class Engine:
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._creators: set[asyncio.Task[Any]] = set()
+        self._unwritten: list[Callable[[], None]] = []
         self._closing = False
+
+    @classmethod
+    def open(cls, settings: Settings) -> Engine:
+        """An engine on the store of `settings.state`. Raises what `open_store` does."""
+        return cls(settings, open_store(settings.state / "store.db"))
 
     # -- the engine's own life ----------------------------------------------------------------------------
 
@@ -86,6 +95,10 @@ class Engine:
     async def close(self, *, keep: bool) -> None:
         """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
         self._closing = True
+        for creator in list(self._creators):
+            creator.cancel()
+        while self._creators:
+            await asyncio.wait(self._creators)
         if keep:
             await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
         else:
@@ -98,10 +111,9 @@ class Engine:
     async def _leave(self, live: Live) -> None:
         live.ending = True
         live.stop_watching()
-        with contextlib.suppress(LLM4AgentsError):
-            await live.machine.set_deadline(
-                min(live.row.life_ends_at, clock.wall_s() + live.row.idle_timeout_s)
-            )
+        live.interrupt(ServerUnavailableError("the server was stopped; the sandbox lives on"))
+        with contextlib.suppress(LLM4AgentsError, OSError):
+            await live.write_deadline()
             await live.agent.session.quiesce(timeout=2.0)
         with contextlib.suppress(LLM4AgentsError):
             await live.agent.session.close()
@@ -129,7 +141,11 @@ class Engine:
             )
         parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
         admission.admit(admission.host(self.settings.state), wish.memory_mib)
+        self._settle()
         self.creating += 1
+        creator = asyncio.current_task()
+        assert creator is not None
+        self._creators.add(creator)
         try:
             shape = (wish.template, wish.vcpus, wish.memory_mib)
             variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
@@ -162,6 +178,7 @@ class Engine:
             self._enter(live)
             return live.row
         finally:
+            self._creators.discard(creator)
             self.creating -= 1
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
@@ -216,7 +233,8 @@ class Engine:
         live.ending = True
         live.stop_watching()
         # Written before the act: a server that dies in between leaves its successor the intent.
-        self.store.change(live.row, ending=reason)
+        with contextlib.suppress(CapacityError):
+            self.store.change(live.row, ending=reason)
         live.end_error = live.end_error or SandboxDiedError(f"{live.row.id} ended: {reason}")
         try:
             with contextlib.suppress(LLM4AgentsError):
@@ -224,12 +242,25 @@ class Engine:
             with contextlib.suppress(LLM4AgentsError):
                 await live.agent.session.close()
             now = clock.stamp()
-            self.store.transition(live.row, state, reason, now, ended_at=now.wall_s, record=None)
             self.places.remove(live.row.id)
+            self._unwritten.append(
+                partial(self.store.transition, live.row, state, reason, now, ended_at=now.wall_s, record=None)
+            )
+            self._settle()
             log.info("ended", sandbox=live.row.id, state=state, reason=reason)
         finally:
             self._live.pop(live.row.id, None)
             live.ended.set()
+
+    def _settle(self) -> None:
+        """Write what could not be written while the disk was full; ends come first in `places.remove`."""
+        while self._unwritten:
+            try:
+                self._unwritten[0]()
+            except CapacityError as error:
+                log.error("store_is_full", error=error.message, waiting=len(self._unwritten))
+                return
+            del self._unwritten[0]
 
     def _on_deadline(self, live: Live, reason: str) -> None:
         self._spawn(self._end(live, "killed", reason))

@@ -162,12 +162,16 @@ class Live:
         self._sync = None
         if not self.ending:
             self._arm()
-            self._syncing = asyncio.create_task(self._write_deadline())
+            self._syncing = asyncio.create_task(self._sync_deadline())
 
-    async def _write_deadline(self) -> None:
-        wait, _ = self._deadline()
+    async def _sync_deadline(self) -> None:
         with contextlib.suppress(LLM4AgentsError, OSError):  # it ended meanwhile, or the disk is full
-            await self.machine.set_deadline(clock.wall_s() + wait)
+            await self.write_deadline()
+
+    async def write_deadline(self) -> None:
+        """Tell the shim when its time is up, as of now."""
+        wait, _ = self._deadline()
+        await self.machine.set_deadline(clock.wall_s() + wait)
 
     def stop_watching(self) -> None:
         for handle in (self._timer, self._sync):

@@ -6,6 +6,7 @@ Not here: the parts a template is made of (images), what a variant is on disk (`
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import os
 import secrets
@@ -42,6 +43,8 @@ from llm4agents.vmm.base import Driver, Machine, MachineSpec, Placement, Snapsho
 from llm4agents.vmm.qemu import snapshot as snapshots
 from llm4agents.vmm.qemu import table
 
+__all__ = ["Progress", "Templates", "silent", "warm_up"]
+
 Shape = tuple[str, int, int]
 """Name, vCPUs, memory in MiB."""
 
@@ -61,7 +64,9 @@ class Templates:
 
     def ready(self, name: str, vcpus: int, memory_mib: int) -> tuple[Variant, Snapshot] | None:
         """The variant if this process has already verified it; what creates go by."""
-        return self._ready.get((name, vcpus, memory_mib))
+        found = self._ready.get((name, vcpus, memory_mib))
+        # Another server on this cache may have replaced it, or somebody has emptied the cache.
+        return found if found is not None and (found[0].path / parts.TEMPLATE).exists() else None
 
     async def variant(
         self, name: str, vcpus: int, memory_mib: int, progress: Progress = silent, *, rebuild: bool = False
@@ -71,7 +76,7 @@ class Templates:
         Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError, BootError.
         """
         shape = (name, vcpus, memory_mib)
-        if not rebuild and (found := self._ready.get(shape) or await self._pinned(shape)):
+        if not rebuild and (found := self.ready(*shape) or await self._pinned(shape)):
             return found
         wanted = spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
@@ -312,6 +317,20 @@ class Templates:
             await self._driver.release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
 
+    def check_name(self, name: str) -> None:
+        """Raises TemplateNotFoundError for what nobody could build."""
+        spec.get(name)
+
+    def catalogue(self) -> builtins.list[dict[str, Any]]:
+        """What can be created: every variant that is built, and the names that are not built yet. Reads the disk."""
+        built = [self.describe(variant) for variant in self.list()]
+        names = {entry["name"] for entry in built}
+        return built + [
+            {"name": name, "built": False, "description": wanted.description}
+            for name, wanted in spec.BUILTIN.items()
+            if name not in names
+        ]
+
     def describe(self, variant: Variant) -> dict[str, Any]:
         usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
         return {
@@ -345,12 +364,15 @@ async def warm_up(agent: Agent, wanted: TemplateSpec, progress: Progress = silen
     for index, step in enumerate(steps):
         progress("warm", " ".join(step.argv)[:60], index / max(1, len(steps)))
         process = await agent.exec(list(step.argv), user=step.user, timeout_s=step.timeout_s)
-        said = b"".join([data async for _, data in process])[-2_000:].decode("utf-8", "replace").strip()
+        said = b""
+        async for _, data in process:
+            said = (said + data)[-2000:]
         status = await process.wait()
         if status.exit_code != 0 and not step.may_fail:
-            raise BootError(
-                f"the template {wanted.name} could not be warmed: {step.argv} ended with {status}: {said}"
+            words = (
+                said.decode(errors="replace").strip() or f"it ended with {status.exit_code or status.signal}"
             )
+            raise GuestError(f"`{' '.join(step.argv)[:80]}` failed: {words}")
     for index, cell in enumerate(wanted.warm_up.cells):
         progress("warm", "running Python", index / len(wanted.warm_up.cells))
         async with contextlib.aclosing(code.run(agent, cell, context="warm-up", timeout_s=120)) as events:

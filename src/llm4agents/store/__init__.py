@@ -1,4 +1,4 @@
-"""What outlives a server: sandboxes and their append-only events. SQLite now; nothing but Core, for PostgreSQL later."""
+"""What outlives a server: sandboxes and their append-only events. SQLite now, through SQLAlchemy Core."""
 
 from llm4agents.store.opening import open_store
 from llm4agents.store.store import SandboxRow, Store

@@ -6,16 +6,18 @@ under a millisecond, and between a decision and its write nothing else can run.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from sqlalchemy import Engine, RowMapping, Select, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy.exc import OperationalError
 
-from llm4agents.errors import ConflictError
+from llm4agents.errors import CapacityError, ConflictError
 from llm4agents.store.schema import events, meta, sandboxes
 
 CHECKPOINT_WRITES: Final = 400
@@ -102,7 +104,7 @@ class Store:
 
     def add(self, row: SandboxRow, stamp: Stamp) -> None:
         """Insert a new sandbox and its first event."""
-        with self._connection.begin():
+        with self._writing():
             self._connection.execute(insert(sandboxes), row.columns())
             self._event(row, None, row.state, row.reason, stamp)
         self._writes += 1
@@ -116,7 +118,7 @@ class Store:
         """
         values = {**changes, "state": to_state, "reason": reason}
         boot_id = changes.get("boot_id", row.boot_id)
-        with self._connection.begin():
+        with self._writing():
             done = self._connection.execute(
                 update(sandboxes)
                 .where(and_(sandboxes.c.id == row.id, sandboxes.c.state == row.state))
@@ -131,7 +133,7 @@ class Store:
 
     def change(self, row: SandboxRow, **changes: Any) -> None:
         """Change columns of `row` other than its state; `row` follows."""
-        with self._connection.begin():
+        with self._writing():
             self._connection.execute(update(sandboxes).where(sandboxes.c.id == row.id).values(**changes))
         for name, value in changes.items():
             setattr(row, name, value)
@@ -209,6 +211,23 @@ class Store:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     # inside
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with self._connection.begin():
+                yield
+        except OperationalError as error:
+            # SQLITE_FULL, and SQLITE_IOERR of a write-ahead log that could not grow.
+            if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in (
+                sqlite3.SQLITE_FULL,
+                sqlite3.SQLITE_IOERR,
+            ):
+                raise CapacityError(
+                    f"the store {self.path} cannot be written: {error.orig}",
+                    hint="is its disk full? free space, or llm4agents prune",
+                ) from error
+            raise
 
     def _rows(self, query: Select[Any]) -> Rows:
         with self._connection.begin():

@@ -9,7 +9,6 @@ from llm4agents import limits
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.engine import calls
-from llm4agents.guest import code as interpreter
 
 router = APIRouter(prefix="/v1/sandboxes/{sandbox}")
 
@@ -46,13 +45,11 @@ async def code(sandbox: str, body: models.Code, request: Request) -> Response:
 
 @router.post("/code/interrupt")
 async def interrupt(sandbox: str, body: models.Context, request: Request) -> Response:
-    async with context.live(request, sandbox).use("interrupt") as agent:
-        await interpreter.interrupt(agent, body.context)
+    await calls.interrupt(context.live(request, sandbox), body.context)
     return Json({})
 
 
 @router.post("/code/restart")
 async def restart(sandbox: str, body: models.Context, request: Request) -> Response:
-    async with context.live(request, sandbox).use("restart") as agent:
-        await interpreter.restart(agent, body.context)
+    await calls.restart(context.live(request, sandbox), body.context)
     return Json({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -13,9 +14,12 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import Json, Stream
 from llm4agents.engine.live import Live
+from llm4agents.errors import LLM4AgentsError
 
 router = APIRouter(prefix="/v1/sandboxes/{sandbox}/files")
 BYTES = "application/octet-stream"
+DRAIN_S = 60.0
+"""How long the rest of a file is taken from a client after its writing has failed."""
 PathQuery = Annotated[str, Query(min_length=1)]
 
 
@@ -28,7 +32,7 @@ async def read(
     length: Annotated[int | None, Query(ge=0)] = None,
     user: str | None = None,
 ) -> Response:
-    items = _read(context.live(request, sandbox), context.guest_path(path), offset, length, user)
+    items = _read(context.live(request, sandbox), context.query_path(request), offset, length, user)
     # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
     info = await anext(items)
     headers = {
@@ -60,11 +64,19 @@ async def write(
     user: str | None = None,
     parents: bool = True,
 ) -> Response:
-    target = context.guest_path(path)
+    target = context.query_path(request)
     async with context.live(request, sandbox).use(f"write {target}") as agent:
-        size = await agent.write(
-            target, _chunks(request), mode=mode, user=context.user_of(user), parents=parents
-        )
+        try:
+            size = await agent.write(
+                target, _chunks(request), mode=mode, user=context.user_of(user), parents=parents
+            )
+        except LLM4AgentsError:
+            # Most clients read an answer only after they have sent everything.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    async for _ in request.stream():
+                        pass
+            raise
     return Json({"path": target, "size": size})
 
 
@@ -80,7 +92,7 @@ async def stat(
     sandbox: str, request: Request, path: PathQuery, follow: bool = True, user: str | None = None
 ) -> Response:
     async with context.live(request, sandbox).use("stat") as agent:
-        entry = await agent.stat(context.guest_path(path), follow=follow, user=context.user_of(user))
+        entry = await agent.stat(context.query_path(request), follow=follow, user=context.user_of(user))
     return Json(asdict(entry))
 
 
@@ -93,7 +105,7 @@ async def listing(
     user: str | None = None,
 ) -> Response:
     async with context.live(request, sandbox).use("list") as agent:
-        found = await agent.list(context.guest_path(path), depth=depth, user=context.user_of(user))
+        found = await agent.list(context.query_path(request), depth=depth, user=context.user_of(user))
     return Json({"entries": [asdict(entry) for entry in found.entries], "truncated": found.truncated})
 
 

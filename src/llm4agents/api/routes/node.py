@@ -18,9 +18,8 @@ from llm4agents import __version__, limits
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.engine import doctor
+from llm4agents.engine.templates import Progress, silent
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError
-from llm4agents.images import spec
-from llm4agents.images.progress import Progress, silent
 
 router = APIRouter(prefix="/v1")
 API = 1
@@ -99,14 +98,7 @@ def _put(queue: asyncio.Queue[dict[str, Any]], line: dict[str, Any]) -> None:
 @router.get("/templates")
 async def templates(request: Request) -> Response:
     registry = context.of(request).engine.templates
-    built = [registry.describe(variant) for variant in registry.list()]
-    names = {entry["name"] for entry in built}
-    known = [
-        {"name": name, "built": False, "description": wanted.description}
-        for name, wanted in spec.BUILTIN.items()
-        if name not in names
-    ]
-    return Json({"data": built + known})
+    return Json({"data": await asyncio.to_thread(registry.catalogue)})
 
 
 @router.post("/templates/import")
@@ -119,7 +111,7 @@ async def import_(body: models.LocalFile, request: Request) -> Response:
 @router.post("/templates/{name}/build")
 async def build(name: str, body: models.Build, request: Request) -> Response:
     registry = context.of(request).engine.templates
-    spec.get(name)
+    registry.check_name(name)
 
     async def work(progress: Progress) -> dict[str, Any]:
         variant, _ = await registry.variant(

@@ -15,8 +15,8 @@ from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
 from llm4agents.engine import lifecycle
 from llm4agents.engine.engine import Engine, Wish
+from llm4agents.engine.templates import Progress
 from llm4agents.errors import InvalidRequestError
-from llm4agents.images.progress import Progress
 
 router = APIRouter(prefix="/v1/sandboxes")
 

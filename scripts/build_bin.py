@@ -29,7 +29,7 @@ def main() -> None:
         target = "x86_64-unknown-linux-gnu"
         subprocess.run(
             [
-                "cargo",
+                os.environ.get("CARGO", "cargo"),
                 "build",
                 "--release",
                 "--locked",

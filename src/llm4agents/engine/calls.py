@@ -17,6 +17,7 @@ from llm4agents.engine.live import Live
 from llm4agents.guest import code as interpreter
 from llm4agents.guest.handles import STDOUT
 from llm4agents.guest.results import ExitStatus
+from llm4agents.guest.verbs import Agent
 
 SHELL = "/bin/sh"
 
@@ -135,9 +136,10 @@ async def code_stream(live: Live, cell: Cell) -> AsyncGenerator[dict[str, Any], 
     """The interpreter's events; the last is `end`. Closing it interrupts the cell."""
     began = time.perf_counter()
     async with live.use("run_code") as agent:
-        events = interpreter.run(
-            agent, cell.code, context=cell.context, env=cell.env, timeout_s=cell.timeout_s
-        )
+        if live.env is None:
+            live.env = await _env_of(agent)
+        env = {**live.env, **cell.env}
+        events = interpreter.run(agent, cell.code, context=cell.context, env=env, timeout_s=cell.timeout_s)
         async with contextlib.aclosing(events):
             async for event in events:
                 body = event.to_json()
@@ -156,6 +158,19 @@ async def restart(live: Live, context: str) -> None:
     """Give `context` a fresh interpreter."""
     async with live.use("restart") as agent:
         await interpreter.restart(agent, context)
+
+
+async def _env_of(agent: Agent) -> dict[str, str]:
+    """The environment that the agent gives to every command, asked of a guest that was adopted."""
+    said = b""
+    async with await agent.exec(["/usr/bin/env", "-0"], timeout_s=limits.EXEC_TIMEOUT_S) as process:
+        async with contextlib.aclosing(aiter(process)) as output:
+            async for channel, data in output:
+                if channel == STDOUT and len(said) < 2 * limits.ENV_BYTES_MAX:  # the guest may say anything
+                    said += data
+        await process.wait()
+    pairs = (entry.partition("=") for entry in said.decode("utf-8", "replace").split("\0"))
+    return {name: value for name, sign, value in pairs if sign and name != "PWD"}
 
 
 async def code_wait(live: Live, cell: Cell) -> dict[str, Any]:
@@ -187,3 +202,15 @@ async def code_wait(live: Live, cell: Cell) -> dict[str, Any]:
             else:
                 body.update(event)
     return {**body, "results": results, "stdout": "".join(text["stdout"]), "stderr": "".join(text["stderr"])}
+
+
+async def interrupt(live: Live, context: str) -> None:
+    """Interrupt the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
+    async with live.use("interrupt") as agent:
+        await interpreter.interrupt(agent, context)
+
+
+async def restart(live: Live, context: str) -> None:
+    """Give `context` a fresh interpreter."""
+    async with live.use("restart") as agent:
+        await interpreter.restart(agent, context)

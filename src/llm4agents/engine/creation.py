@@ -96,7 +96,7 @@ async def create(
             )
         now = clock.stamp()
         store.transition(row, "running", None, now, boot_id=boot_id, started_at=now.wall_s)
-        live = Live(row, machine, agent, on_deadline, free_bytes)
+        live = Live(row, machine, agent, on_deadline, free_bytes, env=dict(env))
         live.watch_deadlines()
         return live
     except BaseException as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from llm4agents import limits
@@ -39,6 +39,9 @@ class Live:
     agent: Agent
     on_deadline: Callable[[Live, str], None]
     free_bytes: Callable[[], int]
+    env: Mapping[str, str] | None = None
+    """What the create asked for; the interpreter, older than the clone, gets it with each cell. None after an
+    adoption: the guest knows it (`calls.code_stream`)."""
     busy: int = 0
     last_used_s: float = field(default_factory=clock.boottime_s)
     """CLOCK_BOOTTIME of the end of the last call."""

@@ -45,6 +45,8 @@ from llm4agents.vmm.qemu import table
 
 __all__ = ["Progress", "Templates", "silent", "warm_up"]
 
+__all__ = ["Progress", "Templates", "silent"]
+
 Shape = tuple[str, int, int]
 """Name, vCPUs, memory in MiB."""
 
@@ -294,6 +296,17 @@ class Templates:
             if machine is not None:
                 await asyncio.shield(machine.stop())
             shutil.rmtree(run_dir, ignore_errors=True)
+
+    @staticmethod
+    def check_name(name: str) -> None:
+        """Raises InvalidRequestError or TemplateNotFoundError for what cannot be built."""
+        spec.get(name)
+
+    def unbuilt(self) -> list[dict[str, Any]]:
+        """Templates that can be built and are not there in any shape."""
+        there = {variant.name for variant in self.list()}
+        wanted = [wanted for name, wanted in spec.BUILTIN.items() if name not in there]
+        return [{"name": w.name, "built": False, "description": w.description} for w in wanted]
 
     # -- housekeeping -------------------------------------------------------------------------------------
 

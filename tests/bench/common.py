@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from llm4agents import limits
 from llm4agents.config import settings
+from llm4agents.engine import contact, parts
+from llm4agents.engine.parts import Variant
+from llm4agents.engine.templates import Templates
+from llm4agents.guest.verbs import Agent
+from llm4agents.images import disk
+from llm4agents.vmm.base import Machine, Placement, Snapshot
+from llm4agents.vmm.qemu.driver import QemuDriver
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -38,7 +49,8 @@ def native_python() -> Path:
     For comparing guest and host; the package versions are the template's own lock file.
     """
     root = Path(__file__).resolve().parents[2]
-    lock = root / "src" / "llm4agents" / "images" / "data" / "python.lock"
+    release = "3.11" if sys.version_info < (3, 13) else "3.13"
+    lock = root / "src" / "llm4agents" / "images" / "data" / f"python-{release}.lock"
     key = hashlib.sha256(lock.read_bytes() + sys.version.encode()).hexdigest()[:16]
     venv = settings().cache / "build" / f"bench-venv-{key}"
     python = venv / "bin" / "python"
@@ -53,3 +65,56 @@ def native_python() -> Path:
         os.environ.pop(name, None)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     return python
+
+
+class Bare:
+    """Clones of a template straight from the driver: no server, no store. What the product is compared with."""
+
+    def __init__(self) -> None:
+        self.settings = settings()
+        self.driver = QemuDriver(self.settings)
+        self.templates = Templates(self.settings, self.driver)
+        self._count = 0
+
+    async def template(self, name: str) -> tuple[Variant, Snapshot]:
+        def tell(step: str, detail: str, _: float | None) -> None:
+            print(f"  {step} {detail}", file=sys.stderr)
+
+        return await self.templates.variant(name, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB, tell)
+
+    @contextlib.asynccontextmanager
+    async def clone(
+        self, variant: Variant, snapshot: Snapshot
+    ) -> AsyncIterator[tuple[Agent, float, Machine]]:
+        """A bare clone, and the milliseconds from spawn to its agent's first frame."""
+        self._count += 1
+        name = f"bench-{os.getpid()}-{self._count}"
+        run_dir = self.settings.run_dir / "bench" / name
+        run_dir.mkdir(parents=True, mode=0o700)
+        overlay = run_dir / "upper.qcow2"
+        disk.clone_overlay(variant.path / parts.EMPTY, overlay)
+        machine = None
+        try:
+            began = time.perf_counter()
+            placement = Placement(name, run_dir, time.time() + 600)
+            machine = await self.driver.restore(snapshot, placement, variant.disks(overlay))
+            await machine.resume()
+            agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
+            first_ms = (time.perf_counter() - began) * 1000
+            yield agent, first_ms, machine
+        finally:
+            if machine is not None:
+                await machine.stop()
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    @staticmethod
+    async def wake(agent: Agent, variant: Variant) -> None:
+        """What the engine does before it hands a clone out."""
+        await agent.post_restore(
+            entropy=os.urandom(64),
+            unix_ns=time.time_ns(),
+            hostname="bench",
+            machine_id="0" * 32,
+            boot_id="0" * 32,
+            env=variant.environment,
+        )

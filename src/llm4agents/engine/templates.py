@@ -359,8 +359,10 @@ class Templates:
         }
 
 
-async def warm_up(agent: Agent, wanted: TemplateSpec, progress: Progress = silent) -> None:
-    """Start the services of a template in a booted machine, and run what warms it."""
+async def warm_up(
+    agent: Agent, wanted: TemplateSpec, progress: Progress = silent, *, services_only: bool = False
+) -> None:
+    """Start the services of a template in a booted machine, and (unless `services_only`) run what warms it."""
     await agent.set_env(dict(wanted.environment))
     for service in wanted.warm_up.services:
         progress("warm", f"starting {service.name}", None)
@@ -373,6 +375,8 @@ async def warm_up(agent: Agent, wanted: TemplateSpec, progress: Progress = silen
         )
         if service.ready_socket is not None:
             await _ready(agent, service.ready_socket, service.ready_timeout_s)
+    if services_only:
+        return
     steps = wanted.warm_up.steps
     for index, step in enumerate(steps):
         progress("warm", " ".join(step.argv)[:60], index / max(1, len(steps)))

@@ -219,6 +219,9 @@ def test_environment_of_a_sandbox(server: config.Settings) -> None:
     with Sandbox(env={"TOKEN": "t"}) as sandbox:
         assert sandbox.exec("echo $TOKEN").stdout == "t\n"
         assert sandbox.run_code("import os; os.environ['TOKEN']").text == "'t'"
+        assert sandbox.run_code("os.environ['TOKEN']", env={"TOKEN": "u"}).text == "'u'"
+        assert _local.stop(server, keep=True)
+        assert sandbox.run_code("os.environ['TOKEN']").text == "'t'"
 
 
 def test_async_sandboxes_side_by_side(server: config.Settings) -> None:

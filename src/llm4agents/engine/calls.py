@@ -202,15 +202,3 @@ async def code_wait(live: Live, cell: Cell) -> dict[str, Any]:
             else:
                 body.update(event)
     return {**body, "results": results, "stdout": "".join(text["stdout"]), "stderr": "".join(text["stderr"])}
-
-
-async def interrupt(live: Live, context: str) -> None:
-    """Interrupt the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
-    async with live.use("interrupt") as agent:
-        await interpreter.interrupt(agent, context)
-
-
-async def restart(live: Live, context: str) -> None:
-    """Give `context` a fresh interpreter."""
-    async with live.use("restart") as agent:
-        await interpreter.restart(agent, context)

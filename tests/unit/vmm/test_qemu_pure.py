@@ -70,10 +70,10 @@ def test_machine_is_the_one_that_boots_every_time() -> None:
         after(argv, "-M")[0].split(",")
     )
     assert after(argv, "-accel") == ["tcg,thread=single,tb-size=128"]
-    assert after(argv, "-cpu") == ["max,svm=off,vmx=off"]
+    assert after(argv, "-cpu") == ["max,erms=off,svm=off,vmx=off"]
     assert after(build(clone=False, kvm=True).argv, "-cpu") == ["host,svm=off,vmx=off"]
     nested = build(spec=dataclasses.replace(SPEC, nested=True), clone=False)
-    assert after(nested.argv, "-cpu") == ["max"]
+    assert after(nested.argv, "-cpu") == ["max,erms=off"]
     two = build(spec=dataclasses.replace(SPEC, vcpus=2), clone=False)
     assert after(two.argv, "-accel") == ["tcg,thread=multi,tb-size=128"]
 

@@ -330,10 +330,6 @@ class Templates:
             await self._driver.release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
 
-    def check_name(self, name: str) -> None:
-        """Raises TemplateNotFoundError for what nobody could build."""
-        spec.get(name)
-
     def catalogue(self) -> builtins.list[dict[str, Any]]:
         """What can be created: every variant that is built, and the names that are not built yet. Reads the disk."""
         built = [self.describe(variant) for variant in self.list()]

@@ -1,0 +1,162 @@
+"""A server process of a test's own, and what tests ask of it. The fixtures are in conftest.py."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+    """The first true answer of `check`; fails the test when there is none in time."""
+    pause, end = threading.Event(), time.monotonic() + timeout_s
+    while not (answer := check()):
+        assert time.monotonic() < end, f"not within {timeout_s:g} s: {check}"
+        pause.wait(0.02)
+    return answer
+
+
+class Node:
+    """A server process with its own state and sockets, and a plain HTTP client of it."""
+
+    def __init__(self, home: Path, cache: Path, **env: str) -> None:
+        self.home, self.state, self.run = home, home / "s", home / "r"
+        self.cache = cache
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("LLM4AGENTS_")},
+            **{k: v for k, v in os.environ.items() if k in ("LLM4AGENTS_BIN_DIR", "LLM4AGENTS_ACCEL")},
+            "LLM4AGENTS_STATE": str(self.state),
+            "LLM4AGENTS_RUN": str(self.run),
+            "LLM4AGENTS_CACHE": str(cache),
+            **env,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self.http = self.connect()
+
+    def connect(self) -> httpx.Client:
+        transport = httpx.HTTPTransport(uds=str(self.run / "server.sock"))
+        return httpx.Client(transport=transport, base_url="http://local", timeout=600)
+
+    # -- the process
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        self.home.mkdir(exist_ok=True)
+        with (self.home / "stderr").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "llm4agents.api.server"],
+                env=self.env,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def start(self) -> Node:
+        process = self.process = self.spawn()
+
+        def up() -> bool:
+            assert process.poll() is None, self.log()[-3000:]
+            try:
+                return self.http.get("/v1/server").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(up, 60)
+        return self
+
+    def log(self) -> str:
+        return (self.home / "stderr").read_text()
+
+    def stop(self, *, keep: bool = False) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self.http.post("/v1/server/stop", json={"keep": keep})
+        self.process.wait(60)
+        self.process = None
+        self.http.close()
+        self.http = self.connect()
+
+    def kill9(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        self.http.close()
+        self.http = self.connect()
+
+    # -- calls
+
+    def call(self, method: str, path: str, **options: Any) -> Any:
+        """The decoded answer of a call that must succeed."""
+        answer = self.http.request(method, path, **options)
+        assert answer.status_code < 300, answer.text
+        return answer.json()
+
+    def create(self, template: str = "base", **wish: Any) -> str:
+        return str(self.call("POST", "/v1/sandboxes", json={"template": template, **wish})["id"])
+
+    def get(self, sandbox: str) -> dict[str, Any]:
+        return dict(self.call("GET", f"/v1/sandboxes/{sandbox}"))
+
+    def exec(self, sandbox: str, command: str | list[str], **more: Any) -> dict[str, Any]:
+        what = {"command": command} if isinstance(command, str) else {"argv": command}
+        return dict(self.call("POST", f"/v1/sandboxes/{sandbox}/exec", json={**what, **more}))
+
+    def code(self, sandbox: str, code: str, **more: Any) -> dict[str, Any]:
+        return dict(self.call("POST", f"/v1/sandboxes/{sandbox}/code", json={"code": code, **more}))
+
+    def ended(self, sandbox: str, timeout_s: float = 20) -> dict[str, Any]:
+        """The sandbox, once it has ended."""
+
+        def seen() -> dict[str, Any] | None:
+            row = self.get(sandbox)
+            return row if row["state"] in ("killed", "failed") else None
+
+        return dict(eventually(seen, timeout_s))
+
+    # -- what is there
+
+    def processes(self) -> list[tuple[int, str]]:
+        """(pid, command) of every process that works in a machine's directory of this node."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and str(self.run) in str((entry / "cwd").readlink()):
+                    found.append((int(entry.name), (entry / "comm").read_text().strip()))
+            except OSError:
+                continue
+        return found
+
+    def vmm(self, sandbox: str) -> int:
+        """The pid of a sandbox's VMM."""
+        for pid, name in self.processes():
+            if name.startswith("qemu") and Path(f"/proc/{pid}/cwd").readlink().name == sandbox:
+                return pid
+        raise AssertionError(f"{sandbox} has no VMM in {self.processes()}")
+
+    def leftovers(self) -> list[str]:
+        left = [f"process {pid} {name}" for pid, name in self.processes()]
+        for directory in (self.run / "vm", self.state / "sandboxes"):
+            left += [str(path) for path in directory.glob("*")]
+        left += [str(path) for path in self.run.glob("*.sock")]
+        return left
+
+
+def lines(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in answer.iter_lines():
+        yield json.loads(line)
+
+
+def unb64(text: str) -> bytes:
+    return base64.b64decode(text)

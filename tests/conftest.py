@@ -1,4 +1,4 @@
-"""Fixtures for every kind of test: nodes (`tests.support`), and proof that they leave nothing behind."""
+"""Fixtures for every kind of test: nodes (`tests.node`), and proof that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents.config import settings
-from tests.support import Node, eventually
+from tests.node import Node, eventually
 
 
 def _nodes() -> Iterator[Callable[..., Node]]:

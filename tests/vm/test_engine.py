@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from ..node import Node, eventually, lines, unb64
+from ..support import Node, eventually, lines, unb64
 
 pytestmark = pytest.mark.vm
 

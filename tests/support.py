@@ -1,4 +1,8 @@
-"""A server process of a test's own, and what tests ask of it. The fixtures are in conftest.py."""
+"""A server process of a test's own, and what tests ask of it. Fixtures that make one are in conftest.py.
+
+Templates come from (and stay in) the cache of whoever runs the tests, so that they are built once; state and
+sockets are the test's own.
+"""
 
 from __future__ import annotations
 

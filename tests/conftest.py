@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents.config import settings
-from tests.node import Node, eventually
+from tests.support import Node, eventually
 
 
 def _nodes() -> Iterator[Callable[..., Node]]:

@@ -78,7 +78,7 @@ def cli_round(into: Samples) -> None:
 
 async def cold_boot(bare: Bare, into: Samples) -> None:
     """`python` from power-on to an interpreter that answers, and from there on nothing is frozen."""
-    variant, snapshot = await bare.template("python")
+    _, snapshot = await bare.template("python")
     wanted = spec.get("python")
     made_of = await bare.templates._parts(wanted, lambda *_: None, refresh=False)
     run_dir = bare.settings.run_dir / "bench" / f"boot-{os.getpid()}-{len(into['cold_boot_ms'])}"

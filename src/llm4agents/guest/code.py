@@ -29,7 +29,13 @@ from llm4agents.errors import (
 from llm4agents.guest.handles import GuestSocket
 from llm4agents.guest.maps import wire_env, wire_path
 from llm4agents.guest.verbs import Agent
-from llm4agents.limits import CODE_BYTES_MAX, CODE_INTERRUPT_GRACE_S, CODE_MESSAGE_BYTES_MAX, VERB_TIMEOUT_S
+from llm4agents.limits import (
+    CODE_BYTES_MAX,
+    CODE_INTERRUPT_GRACE_S,
+    CODE_MESSAGE_BYTES_MAX,
+    STREAM_CREDIT_BYTES,
+    VERB_TIMEOUT_S,
+)
 
 SOCKET_PATH = "/run/llm4agents/python.sock"
 """Cells. `SOCKET_PATH.control` takes commands, and answers whatever the cells do."""
@@ -178,8 +184,10 @@ class _Connection:
     ) -> _Connection:
         path = f"{SOCKET_PATH}.control" if control else SOCKET_PATH
         body = json.dumps(op).encode()
+        message = _LENGTH.pack(len(body)) + body
+        first, rest = message[:STREAM_CREDIT_BYTES], message[STREAM_CREDIT_BYTES:]
         try:
-            socket = await agent.connect(unix=path, timeout=timeout)
+            socket = await agent.connect(unix=path, first=first, timeout=timeout)
         except PathNotFoundError:
             raise ConflictError(
                 "this sandbox has no Python interpreter", hint="create it from the template 'python'"
@@ -191,7 +199,8 @@ class _Connection:
                 ) from None
             raise
         try:
-            await asyncio.wait_for(socket.write(_LENGTH.pack(len(body)) + body), timeout)
+            if rest:
+                await asyncio.wait_for(socket.write(rest), timeout)
         except TimeoutError as error:
             socket.close()
             if isinstance(error, LLM4AgentsError):

@@ -96,6 +96,7 @@ class Agent:
         subject: str | None = None,
         channels: frozenset[int] = frozenset(),
         window: int = STREAM_CREDIT_BYTES,
+        first: bytes = b"",
     ) -> tuple[Stream, Fields]:
         what = verb if subject is None else f"{verb} {subject}"
         loop = asyncio.get_running_loop()
@@ -105,6 +106,8 @@ class Agent:
                 stream = await self.session.stream(
                     verb, arguments, channels=channels, window=window, subject=subject
                 )
+                if first:
+                    await stream.send(first)
         except TimeoutError as error:
             if isinstance(error, LLM4AgentsError):
                 raise
@@ -336,9 +339,17 @@ class Agent:
         *,
         host: str = "127.0.0.1",
         unix: Text | None = None,
+        first: bytes = b"",
         timeout: float = VERB_TIMEOUT_S,
     ) -> GuestSocket:
-        """Connect to a TCP port or unix socket in the guest. GuestError (`refused`) when none listens."""
+        """Connect to a TCP port or unix socket in the guest. GuestError (`refused`) when none listens.
+
+        `first` goes out with the request, which saves a round trip; at most the credit a stream begins with.
+        """
+        if len(first) > STREAM_CREDIT_BYTES:
+            raise InvalidRequestError(
+                f"first is more than {STREAM_CREDIT_BYTES} bytes", hint="write the rest"
+            )
         if (port is None) == (unix is None):
             raise InvalidRequestError("connect takes either a port or a unix socket's path")
         if unix is not None:
@@ -348,7 +359,9 @@ class Agent:
             if not 1 <= (port or 0) <= 65_535:
                 raise InvalidRequestError(f"{port} is not a TCP port")
             arguments, subject = {"host": host, "port": port}, f"{host}:{port}"
-        stream, _ = await self._open("connect", arguments, timeout=timeout, subject=subject, channels=_BODY)
+        stream, _ = await self._open(
+            "connect", arguments, timeout=timeout, subject=subject, channels=_BODY, first=first
+        )
         return GuestSocket(stream, f"connect {subject}")
 
     # The machine.

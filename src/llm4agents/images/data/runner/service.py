@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import wire
-from .reseed import reseed
+from .reseed import generation
 from .slots import Handler, Peer, Slot
-from .wire import COUNT
+from .wire import BUSY, COUNT, THREADED
 from .worker import Worker
 
 DEFAULT = "default"
@@ -94,10 +94,15 @@ class Zygote:
                 slot.tick(now)
 
     def _on_restored(self, _signal: int, _frame: Any) -> None:
-        """The machine is a copy now: workers first, they draw numbers."""
+        """The machine is a copy now: workers in which something runs reseed at once.
+
+        An idle one does so when its next cell finds another generation, and the zygote draws nothing (what it
+        forks reseeds itself): in software emulation this handler is on the way to a clone's first answer.
+        """
+        outside_a_guest = generation() is None
         for slot in self._slots.values():
-            slot.signal(signal.SIGUSR2)
-        reseed()
+            if outside_a_guest or slot.window.b[BUSY] or slot.window.b[THREADED]:
+                slot.signal(signal.SIGUSR2)
 
     def _on_term(self, _signal: int, _frame: Any) -> NoReturn:
         for slot in self._slots.values():

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from . import wire
-from .wire import BIG, BUSY, CAUSE, CAUSE_SEQ, COUNT, LATE, PUMPING, SENT, SEQ, Window
+from .wire import BIG, BUSY, CAUSE, CAUSE_SEQ, COUNT, LATE, PUMPING, SENT, SEQ, THREADED, Window
 from .worker import Inherited, drain, receive_request, send_request, take
 
 Handler = Callable[[int], None]
@@ -272,7 +272,7 @@ class Slot:
             self._peer = None
         wire.timer_set(self._timer_fd, 0)
         drain(self._stash)
-        for flag in (BUSY, PUMPING, BIG, CAUSE):
+        for flag in (BUSY, PUMPING, BIG, CAUSE, THREADED):
             window.b[flag] = 0
         window.w[COUNT] = 0
         self.kill_at = None

@@ -66,10 +66,10 @@ def end_frame(status: str, count: int) -> bytes:
 
 
 # One slot's window of the memory that the zygote and a worker share: bytes, then words.
-BUSY, PUMPING, BIG, LATE, CAUSE = range(5)
+BUSY, PUMPING, BIG, LATE, CAUSE, THREADED = range(6)
 """Bytes. BUSY: a cell is running. PUMPING: the zygote holds output of it that is not sent yet. BIG: the
 worker is in the middle of a frame larger than one skb. LATE: the zygote keeps output that came between cells.
-CAUSE: why the zygote sent SIGINT."""
+CAUSE: why the zygote sent SIGINT. THREADED: a cell has left a thread running."""
 SEQ, CAUSE_SEQ, COUNT, SENT = 2, 3, 4, 5
 """32-bit words. SEQ numbers the slot's cells for ever; CAUSE_SEQ is the cell CAUSE is about; COUNT is the
 execution count; SENT counts bytes pumped, modulo 2**32."""

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from .display import Display
 from .reseed import generation, reseed
 from .streams import Connection, Stream
 from .tracebacks import describe
-from .wire import BUSY, CAUSE, CAUSE_SEQ, COUNT, LENGTH, SEQ, Window
+from .wire import BUSY, CAUSE, CAUSE_SEQ, COUNT, LENGTH, SEQ, THREADED, Window
 
 _DESCRIPTORS = socket.SOL_SOCKET, socket.SCM_RIGHTS
 
@@ -212,6 +213,7 @@ class Worker:
         if timed:
             wire.timer_set(self._own.timer_fd, 0)
         drain(self._own.stash_out, messages_max=1)
+        self._busy[THREADED] = len(threading._active) > 1  # type: ignore[attr-defined]
         self._deferred = False
 
     def _cell(self, request: dict[str, Any]) -> str:

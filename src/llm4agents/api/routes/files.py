@@ -72,7 +72,8 @@ async def write(
             )
         except LLM4AgentsError:
             # Most clients read an answer only after they have sent everything.
-            with contextlib.suppress(TimeoutError):
+            # RuntimeError: it had been read to its end before the guest said no.
+            with contextlib.suppress(TimeoutError, RuntimeError):
                 async with asyncio.timeout(DRAIN_S):
                     async for _ in request.stream():
                         pass

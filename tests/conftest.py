@@ -1,7 +1,8 @@
-"""Fixtures for every kind of test: nodes (`tests.node`), and proof that they leave nothing behind."""
+"""Fixtures for every kind of test: nodes (`tests.support`), and proof that they leave nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -68,3 +69,24 @@ def shared_node() -> Iterator[Node]:
     """A started node for a whole file: for tests that leave it as they found it."""
     for make in _nodes():
         yield make().start()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a file of VM tests: no process and no directory below what this run of the tests has made."""
+    yield
+    if not any(mark.name == "vm" for mark in request.node.iter_markers()):
+        return
+    mine = f"-{os.getpid()}-"
+
+    def processes() -> list[str]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                where = str((entry / "cwd").readlink()) if entry.name.isdigit() else ""
+                if mine in where:
+                    found.append(f"{entry.name} {(entry / 'comm').read_text().strip()} in {where}")
+        return found
+
+    eventually(lambda: not processes())
+    assert not [path for path in Path(tempfile.gettempdir()).glob("l4a-*") if mine in path.name]

@@ -7,6 +7,7 @@ sockets are the test's own.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+
+from llm4agents import config
 
 
 def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> Any:
@@ -33,7 +37,8 @@ class Node:
     """A server process with its own state and sockets, and a plain HTTP client of it."""
 
     def __init__(self, home: Path, cache: Path, **env: str) -> None:
-        self.home, self.state, self.run = home, home / "s", home / "r"
+        self.home, self.state, self.run, self.tmp = home, home / "s", home / "r", home / "t"
+        self.tmp.mkdir(exist_ok=True)
         self.cache = cache
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("LLM4AGENTS_")},
@@ -41,6 +46,7 @@ class Node:
             "LLM4AGENTS_STATE": str(self.state),
             "LLM4AGENTS_RUN": str(self.run),
             "LLM4AGENTS_CACHE": str(cache),
+            "TMPDIR": str(self.tmp),
             **env,
         }
         self.process: subprocess.Popen[bytes] | None = None
@@ -131,6 +137,14 @@ class Node:
 
     # -- what is there
 
+    def rss(self) -> int:
+        """Bytes of memory the server process holds."""
+        assert self.process is not None
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no VmRSS")
+
     def processes(self) -> list[tuple[int, str]]:
         """(pid, command) of every process that works in a machine's directory of this node."""
         found = []
@@ -153,7 +167,7 @@ class Node:
         left = [f"process {pid} {name}" for pid, name in self.processes()]
         for directory in (self.run / "vm", self.state / "sandboxes"):
             left += [str(path) for path in directory.glob("*")]
-        left += [str(path) for path in self.run.glob("*.sock")]
+        left += [str(path) for path in (*self.run.glob("*.sock"), *self.tmp.iterdir())]
         return left
 
 
@@ -164,3 +178,21 @@ def lines(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def unb64(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+@contextlib.contextmanager
+def sdk_of(node: Node) -> Iterator[config.Settings]:
+    """Within it the SDK of this process uses that node, and starts its server when none runs."""
+    patch = pytest.MonkeyPatch()
+    for name in list(os.environ):
+        if name.startswith("LLM4AGENTS_") and name not in node.env:
+            patch.delenv(name)
+    for name, value in node.env.items():
+        if os.environ.get(name) != value:
+            patch.setenv(name, value)
+    config.settings.cache_clear()
+    try:
+        yield config.settings()
+    finally:
+        patch.undo()
+        config.settings.cache_clear()

@@ -12,9 +12,10 @@ import io
 import sqlite3
 import sys
 import time
+import warnings
 from pathlib import Path
 
-from llm4agents import Execution, LLM4AgentsError, Sandbox
+from llm4agents import EmulationWarning, Execution, LLM4AgentsError, Sandbox
 
 LOAD = """
 import pandas as pd
@@ -137,6 +138,11 @@ def main() -> None:
         parser.error(f"{args.csv} is not a file")
     raw, plan = (args.csv.read_bytes(), ANY) if args.csv else (seattle(), WEATHER)
 
+    def note(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        said = "note" if issubclass(category, EmulationWarning) else category.__name__
+        print(f"{said}: {message}", file=sys.stderr)
+
+    warnings.showwarning = note
     clock = Clock()
     last = ""
 

@@ -87,7 +87,7 @@ def _room(path: Path) -> str:
     return "" if relative.stem == "__init__" else relative.stem
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", list(_files()), ids=lambda p: str(p.relative_to(SRC)))
 def test_imports_point_one_way(path: Path) -> None:
     room = _room(path)
     allowed = MAY_IMPORT[room] | {room}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -441,8 +442,12 @@ def _no_kvm(server: Mapping[str, Any]) -> HostSetupError:
 
 
 def _warn_emulated(server: Mapping[str, Any]) -> None:
-    """Once per process: without KVM it works, and is slower."""
+    """Once per process: without KVM it works, and is slower. Said of the caller's line, not of ours."""
     global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(_wire.emulation_note(server), results.EmulationWarning, stacklevel=2)
+    if _warned:
+        return
+    _warned = True
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("llm4agents."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(_wire.emulation_note(server), results.EmulationWarning, stacklevel=level)

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from llm4agents import config
+from llm4agents.vmm import shim
 
 
 def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> Any:
@@ -146,22 +147,24 @@ class Node:
         raise AssertionError("no VmRSS")
 
     def processes(self) -> list[tuple[int, str]]:
-        """(pid, command) of every process that works in a machine's directory of this node."""
-        found = []
+        """(pid, command) of every shim and VMM of this node."""
+        shims = shim.running(self.run / "vm")
+        return [(pid, shim.NAME) for pid in shims] + [(pid, "vmm") for pid in self.machines().values()]
+
+    def machines(self) -> dict[str, int]:
+        """The pid of the VMM of every sandbox that has one."""
+        shims = shim.running(self.run / "vm")
+        found = {}
         for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and str(self.run) in str((entry / "cwd").readlink()):
-                    found.append((int(entry.name), (entry / "comm").read_text().strip()))
-            except OSError:
-                continue
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent in shims:
+                    found[shims[parent].name] = int(entry.name)
         return found
 
     def vmm(self, sandbox: str) -> int:
         """The pid of a sandbox's VMM."""
-        for pid, name in self.processes():
-            if name.startswith("qemu") and Path(f"/proc/{pid}/cwd").readlink().name == sandbox:
-                return pid
-        raise AssertionError(f"{sandbox} has no VMM in {self.processes()}")
+        return self.machines()[sandbox]
 
     def leftovers(self) -> list[str]:
         left = [f"process {pid} {name}" for pid, name in self.processes()]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -17,6 +17,7 @@ from llm4agents.engine.creation import Places
 from llm4agents.engine.live import Live
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm import shim
 from llm4agents.vmm.base import Driver, Machine, MachineRecord
 from llm4agents.vmm.shim import DEADLINE, read_exit
 
@@ -51,7 +52,7 @@ async def adopt_all(
         if machine is not None:
             await machine.stop()
         _record_end(row, store, places, why, adoptable=row.state in lifecycle.ADOPTABLE)
-    _sweep(places, {live.row.id for live in adopted})
+    await _sweep(places, {live.row.id for live in adopted})
     return adopted
 
 
@@ -95,31 +96,19 @@ def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adop
     log.info("ended", sandbox=row.id, state=state, reason=reason)
 
 
-def _sweep(places: Places, alive: set[str]) -> None:
+async def _sweep(places: Places, alive: set[str]) -> None:
     """End machines and remove directories that no sandbox of the store has: half-made creates and builds."""
-    for pid in _shims_below(places.machines):
-        directory = _cwd_of(pid)
-        if directory is not None and directory.name not in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # its VMM goes with it
     for parent in (places.machines, places.sandboxes):
         for path in parent.iterdir() if parent.is_dir() else []:
             if path.name not in alive:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _shims_below(machines: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            directory = _cwd_of(int(entry.name))
-            if directory is not None and directory.parent == machines:
-                found.append(int(entry.name))
-    return found
-
-
-def _cwd_of(pid: int) -> Path | None:
-    try:
-        return Path(f"/proc/{pid}/cwd").readlink()
-    except OSError:
-        return None
+    # A shim whose directory is gone ends its VMM by itself; what has not by then is killed, its VMM with it.
+    end = clock.boottime_s() + limits.VM_STOP_TIMEOUT_S
+    while orphans := [pid for pid, path in shim.running(places.machines).items() if path.name not in alive]:
+        if clock.boottime_s() > end:
+            for pid in orphans:
+                log.warning("orphan_killed", pid=pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        await asyncio.sleep(0.01)

@@ -32,7 +32,9 @@ TOOLS = {
     "dpkg-deb": "dpkg",
 }
 """Host tools, and the Debian package that brings each."""
-SLOWDOWN = "code runs about 10 to 20 times slower than native (scripts/bench compute), still in a kernel of its own"
+SLOWDOWN = (
+    "code runs about 10 to 20 times slower than native (scripts/bench compute), still in a kernel of its own"
+)
 NEEDED_MIB = limits.DEFAULT_MEMORY_MIB + limits.TB_SIZE_MIB + admission.VMM_MIB + admission.HEADROOM_MIB
 DISK_BYTES_NEEDED = 8 << 30
 """For building both templates from nothing."""

@@ -20,6 +20,8 @@ from llm4agents.errors import BootError, HostSetupError
 from llm4agents.vmm.base import Exit
 from llm4agents.vmm.waiting import readable
 
+NAME = "llm4agents-shim"
+"""Its argv[0] ends in the machine's directory: for `ps`, and for `running`."""
 FIRST_FD = 3
 """The VMM's descriptors are numbered from here, in the order of `Launch.fds`."""
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -96,7 +98,7 @@ async def start(launch: Launch) -> Started:
         actions.append((os.POSIX_SPAWN_DUP2, config, 0))
         try:
             # Blocks for the vfork and exec of a small static binary: 1 ms, less than a thread would take.
-            pid = os.posix_spawn(binary, ["llm4agents-shim"], {}, file_actions=actions)  # noqa: ASYNC221
+            pid = os.posix_spawn(binary, [f"{NAME} {launch.run_dir}"], {}, file_actions=actions)  # noqa: ASYNC221
         except OSError as error:
             raise HostSetupError(f"the shim {binary} cannot be started: {error.strerror}") from error
         os.close(writer)
@@ -113,6 +115,19 @@ async def start(launch: Launch) -> Started:
         for fd in (reader, writer, config):
             if fd >= 0:
                 os.close(fd)
+
+
+def running(machines: Path) -> dict[int, Path]:
+    """The shims whose machine's directory is (or was) right below `machines`: pid to directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                argv0 = os.fsdecode((entry / "cmdline").read_bytes().partition(b"\0")[0])
+                name, _, directory = argv0.partition(" ")
+                if name == NAME and Path(directory).parent == machines:
+                    found[int(entry.name)] = Path(directory)
+    return found
 
 
 def _parse(answer: str, pid: int) -> Started:

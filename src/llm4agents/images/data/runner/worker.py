@@ -8,6 +8,7 @@ and everything else; the zygote sleeps otherwise. Not here: running code (`cell`
 
 from __future__ import annotations
 
+import _signal
 import array
 import builtins
 import contextlib
@@ -28,11 +29,12 @@ from typing import Any, NoReturn
 from . import magics, wire
 from .cell import NOTHING, Interpreter
 from .display import Display
-from .reseed import generation, reseed
+from .reseed import generation, prepare, reseed
 from .streams import Connection, Stream
 from .tracebacks import describe
 from .wire import BUSY, CAUSE, CAUSE_SEQ, COUNT, LENGTH, SEQ, THREADED, Window
 
+_SIGINT = int(signal.SIGINT)
 _DESCRIPTORS = socket.SOL_SOCKET, socket.SCM_RIGHTS
 
 
@@ -180,7 +182,7 @@ class Worker:
         life = generation()
         if life != self._generation:
             self._generation = life
-            reseed()
+            reseed(fresh=self._count == 1)
         status = "error"
         try:
             status = self._cell(request)
@@ -218,7 +220,8 @@ class Worker:
 
     def _cell(self, request: dict[str, Any]) -> str:
         code, env, cwd = request.get("code", ""), request.get("env"), request.get("cwd")
-        if signal.getsignal(signal.SIGINT) is not self._on_interrupt_bound:
+        # Not signal.getsignal, which tries to make an enum of the handler: an exception on the hot path.
+        if _signal.getsignal(_SIGINT) is not self._on_interrupt_bound:
             signal.signal(signal.SIGINT, self._on_interrupt_bound)
         if sys.stdout is not self._stdout or sys.stderr is not self._stderr:
             sys.stdout, sys.stderr = self._stdout, self._stderr
@@ -312,6 +315,7 @@ class Worker:
         self._words[COUNT] = 0
         for name in [name for name in linecache.cache if name.startswith("<cell ")]:
             del linecache.cache[name]
+        prepare()
         gc.collect()
         gc.freeze()
 

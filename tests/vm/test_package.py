@@ -114,14 +114,12 @@ def sha256(data: bytes) -> str:
 
 def test_the_wheel_holds_the_package_and_both_binaries_and_nothing_else(installed: Installed) -> None:
     assert installed.wheel.name == f"llm4agents-{__version__}-py3-none-manylinux_2_17_x86_64.whl"
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src/llm4agents"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    package = {name.removeprefix("src/") for name in tracked.stdout.splitlines() if (ROOT / name).exists()}
+    source = ROOT / "src"
+    package = {
+        str(path.relative_to(source))
+        for path in (source / "llm4agents").rglob("*")
+        if path.is_file() and not {"__pycache__", "_bin"} & set(path.parts)
+    }
     with zipfile.ZipFile(installed.wheel) as wheel:
         names = set(wheel.namelist())
         metadata = {name for name in names if ".dist-info/" in name}

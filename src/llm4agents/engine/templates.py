@@ -112,11 +112,13 @@ class Templates:
             made_of = await self._parts(wanted, progress, refresh=rebuild)
             can = await self._driver.capabilities()
             machine = made_of.machine(vcpus, memory_mib, Path(parts.UPPER))
-            key = parts.variant_key(wanted, made_of, self._driver.identity(machine, can), vcpus, memory_mib)
+            identity = self._driver.identity(machine, can)
+            key = parts.variant_key(wanted, made_of, identity, vcpus, memory_mib)
             dest = self.cache.templates / wanted.name / "keys" / key
             async with self.cache.lock(f"template-{key}", progress):
                 found = None if rebuild else self._find(dest)
-                if found is None:
+                # The key says what it should be, the manifest what it is: only both together are loaded.
+                if found is None or found[1].identity != identity:
                     await self._build(wanted, made_of, machine, key, dest, progress)
                     found = self._find(dest)
                     if found is None:

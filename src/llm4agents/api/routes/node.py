@@ -19,7 +19,6 @@ from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.engine import doctor
 from llm4agents.engine.templates import Progress, silent
-from llm4agents.engine.templates import Progress, silent
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError
 
 router = APIRouter(prefix="/v1")

@@ -16,7 +16,6 @@ from llm4agents.api.routes.node import with_progress
 from llm4agents.engine import lifecycle
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
-from llm4agents.engine.templates import Progress
 from llm4agents.errors import InvalidRequestError
 
 router = APIRouter(prefix="/v1/sandboxes")

@@ -442,7 +442,8 @@ impl Agent {
                 }
             }
             // Unlinking what was half written can take the disk's time.
-            Kind::Push(Push { sink: Some(sink), .. }) => self.workers.submit(0, move || {
+            Kind::Push(Push { sink: Some(sink), user, .. }) => self.workers.submit(0, move || {
+                let _ = crate::files::become_user(&user); // without its rights the file may stay
                 drop(sink);
                 Done::Nothing
             }),

@@ -2,6 +2,7 @@
 
 use crate::connect::Connection;
 use crate::exec::Exec;
+use crate::files::Credentials;
 use crate::frame::PAYLOAD_MAX;
 use crate::out::Out;
 use crate::sys;
@@ -214,6 +215,8 @@ impl Outlet {
 /// A source in a worker's hands or ours, and the chunk of it that is being sent.
 #[derive(Default)]
 pub struct Pull {
+    /// Whose rights each step of it has, whichever worker does it.
+    pub user: Credentials,
     pub source: Option<Box<dyn Source>>,
     pub chunk: Vec<u8>,
     pub at: usize,
@@ -223,6 +226,8 @@ pub struct Pull {
 /// A sink in a worker's hands or ours, and what waits for it.
 #[derive(Default)]
 pub struct Push {
+    /// As of `Pull`.
+    pub user: Credentials,
     pub sink: Option<Box<Sink>>,
     pub pending: Vec<u8>,
     /// The buffer the worker has given back.

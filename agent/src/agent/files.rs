@@ -53,14 +53,16 @@ impl Agent {
         };
         if verb == b"write" {
             let (mode, parents, size) = (mode(request.get("mode"))?, request.get("parents").bool(true), count("size")?);
+            let push = Push { user: user.clone(), ..Push::default() };
             self.submit(id, move || {
                 let sink = files::become_user(&user).and_then(|()| Sink::create(&path, mode, parents, size));
                 Done::Opened(sink.map(Box::new))
             });
-            return Ok(Opened::Stream(Kind::Push(Push::default())));
+            return Ok(Opened::Stream(Kind::Push(push)));
         }
         let (offset, length, depth) = (count("offset")?.unwrap_or(0), count("length")?, count("depth")?.unwrap_or(1));
         let read = verb == b"read";
+        let pull = Pull { user: user.clone(), ..Pull::default() };
         self.submit(id, move || {
             let open = || {
                 files::become_user(&user)?;
@@ -76,7 +78,7 @@ impl Agent {
             };
             Done::Pulled(open())
         });
-        Ok(Opened::Stream(Kind::Pull(Pull::default())))
+        Ok(Opened::Stream(Kind::Pull(pull)))
     }
 
     /// Send of the chunk at hand what credit allows, one frame at most; true when there is more.
@@ -100,9 +102,10 @@ impl Agent {
             self.end(id, &source.end());
             return false;
         }
-        let mut chunk = std::mem::take(&mut pull.chunk);
+        let (mut chunk, user) = (std::mem::take(&mut pull.chunk), pull.user.clone());
         self.submit(id, move || {
-            Done::Pulled(source.fill(&mut chunk).map(|last| Pulled { reply: None, source, chunk, last }))
+            let filled = files::become_user(&user).and_then(|()| source.fill(&mut chunk));
+            Done::Pulled(filled.map(|last| Pulled { reply: None, source, chunk, last }))
         });
         false
     }
@@ -115,9 +118,9 @@ impl Agent {
         }
         let Some(mut sink) = push.sink.take() else { return };
         let bytes = std::mem::replace(&mut push.pending, std::mem::take(&mut push.spare));
-        let last = push.eof;
+        let (last, user) = (push.eof, push.user.clone());
         self.submit(id, move || {
-            let written = sink.write(&bytes);
+            let written = files::become_user(&user).and_then(|()| sink.write(&bytes));
             if last {
                 return Done::Committed(written.and_then(|()| sink.commit()));
             }
@@ -138,7 +141,7 @@ impl Agent {
                 self.end(id, &empty_map());
             }
             (Done::Pulled(Ok(Pulled { reply, source, chunk, last })), Kind::Pull(pull)) => {
-                *pull = Pull { source: Some(source), chunk, at: 0, last };
+                *pull = Pull { user: pull.user.take(), source: Some(source), chunk, at: 0, last };
                 if let Some(reply) = reply {
                     self.out.push(id, frame::REPLY, 0, &reply);
                 }

@@ -10,6 +10,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 const ROOT: &str = "/sys/fs/cgroup";
 const PIDS_MAX: u32 = 4096;
+/// Of one exec: what is left is for the others, so that somebody can still look at a fork bomb.
+const LEAF_PIDS_MAX: u32 = 2048;
 /// What the sandbox's processes cannot have: for the agent, and for the kernel outside any cgroup's account.
 const RESERVE_BYTES_MIN: u64 = 32 << 20;
 const RESERVE_PERCENT: u64 = 4;
@@ -69,6 +71,8 @@ impl Sandbox {
         let reserve = RESERVE_BYTES_MIN.max(memory_total * RESERVE_PERCENT / 100);
         let _ = put(dir.as_raw_fd(), "memory.max", &memory_total.saturating_sub(reserve).to_string());
         let _ = put(dir.as_raw_fd(), "pids.max", &PIDS_MAX.to_string());
+        // A share of the processor for each exec, however many processes it has: a fork bomb starves itself.
+        let _ = put(dir.as_raw_fd(), "cgroup.subtree_control", "+cpu +pids");
         let mut sandbox = Self { dir, events, idle: Vec::new(), lingering: Vec::new(), made: 0, frozen: false };
         sandbox.spare()?;
         Ok(sandbox)
@@ -90,6 +94,7 @@ impl Sandbox {
         // SAFETY: a C string and plain integers.
         sys::cvt(unsafe { libc::mkdirat(self.dir.as_raw_fd(), path.as_ptr(), 0o755) })?;
         let (dir, events) = open(self.dir.as_raw_fd(), &name)?;
+        let _ = put(dir.as_raw_fd(), "pids.max", &LEAF_PIDS_MAX.to_string());
         Ok(Leaf { name, dir, events })
     }
 

@@ -32,6 +32,8 @@ TOOLS = {
     "dpkg-deb": "dpkg",
 }
 """Host tools, and the Debian package that brings each."""
+UNPRIVILEGED = {"newuidmap": "uidmap", "fakeroot": "fakeroot"}
+"""What building templates needs besides when it is not done by root."""
 SLOWDOWN = (
     "code runs about 10 to 20 times slower than native (scripts/bench compute), still in a kernel of its own"
 )
@@ -57,10 +59,11 @@ async def report_async(settings: Settings) -> dict[str, Any]:
     check(
         "platform", linux, f"{platform.system()} {platform.machine()}", "use a remote server: LLM4AGENTS_URL"
     )
-    tools = {name: _version(name) for name in TOOLS}
-    missing = sorted({TOOLS[name] for name, version in tools.items() if version is None})
+    wanted = TOOLS if os.geteuid() == 0 else TOOLS | UNPRIVILEGED
+    tools = {name: _version(name) for name in wanted}
+    missing = sorted({wanted[name] for name, version in tools.items() if version is None})
     for name, version in tools.items():
-        check(name, version is not None, version or "not installed", f"apt-get install {TOOLS[name]}")
+        check(name, version is not None, version or "not installed", f"apt-get install {wanted[name]}")
     for name in (binaries.AGENT, binaries.SHIM):
         try:
             check(name, True, str(binaries.path(name)))
@@ -123,6 +126,8 @@ def _version(name: str) -> str | None:
     path = shutil.which(name, path=PATH)
     if path is None:
         return None
+    if name in UNPRIVILEGED:
+        return path  # they have no version to tell
     flag = "-V" if name in ("mke2fs", "mkfs.erofs") else "--version"
     try:
         run = subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents.config import settings
+from llm4agents.vmm import shim
 from tests.support import Node, eventually
 
 
@@ -79,14 +79,6 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     mine = f"-{os.getpid()}-"
 
-    def processes() -> list[str]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                where = str((entry / "cwd").readlink()) if entry.name.isdigit() else ""
-                if mine in where:
-                    found.append(f"{entry.name} {(entry / 'comm').read_text().strip()} in {where}")
-        return found
-
-    eventually(lambda: not processes())
-    assert not [path for path in Path(tempfile.gettempdir()).glob("l4a-*") if mine in path.name]
+    places = [path for path in Path(tempfile.gettempdir()).glob("l4a-*") if mine in path.name]
+    assert not [found for place in places for found in shim.running(place / "r" / "vm").items()]
+    assert not places

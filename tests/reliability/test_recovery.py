@@ -222,7 +222,7 @@ def test_a_build_killed_in_the_middle_and_three_who_ask_for_it_then(nodes: Make,
     shutil.rmtree(keys)
     node, other = nodes(cache=own_cache).start(), nodes(cache=own_cache).start()
     call = in_thread(lambda: create_watched(node))
-    eventually(lambda: any(name.startswith("qemu") for _, name in node.processes()), 60)
+    eventually(lambda: node.machines(), 60)
     node.kill9()
     assert call() is None
     assert not list(keys.glob("*/template.json")), "nothing that looks finished"

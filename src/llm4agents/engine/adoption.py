@@ -98,17 +98,25 @@ def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adop
 
 async def _sweep(places: Places, alive: set[str]) -> None:
     """End machines and remove directories that no sandbox of the store has: half-made creates and builds."""
+
+    def orphans() -> list[int]:
+        return [pid for pid, path in shim.running(places.machines).items() if path.name not in alive]
+
+    def send(number: signal.Signals) -> None:
+        for pid in orphans():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    # Told, and not left to notice that its directory is gone: QEMU's bound sockets keep that from being seen.
+    send(signal.SIGTERM)
+    end = clock.boottime_s() + limits.VM_STOP_TIMEOUT_S
+    while left := orphans():
+        if clock.boottime_s() > end:
+            log.warning("orphans_killed", pids=left)
+            send(signal.SIGKILL)  # their VMMs go with them
+            break
+        await asyncio.sleep(0.01)
     for parent in (places.machines, places.sandboxes):
         for path in parent.iterdir() if parent.is_dir() else []:
             if path.name not in alive:
                 shutil.rmtree(path, ignore_errors=True)
-    # A shim whose directory is gone ends its VMM by itself; what has not by then is killed, its VMM with it.
-    end = clock.boottime_s() + limits.VM_STOP_TIMEOUT_S
-    while orphans := [pid for pid, path in shim.running(places.machines).items() if path.name not in alive]:
-        if clock.boottime_s() > end:
-            for pid in orphans:
-                log.warning("orphan_killed", pid=pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return
-        await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ use crate::failure::{Failure, Outcome};
 use crate::frame::{self, Decoder, Event, Frame};
 use crate::msgpack::{self, Value, Writer};
 use crate::out::Out;
+use crate::restore::Names;
 use crate::spawn::Spawner;
 use crate::stream::{Kind, Push, Stream, WINDOW_BYTES_MAX};
 use crate::sys::{self, Epoll, EDGE, HUP, IN, OUT, PRI, RDHUP};
@@ -79,6 +80,7 @@ pub struct Machine {
     pub sandbox: Sandbox,
     /// /dev/urandom, open so that a reseed walks no path.
     pub random: OwnedFd,
+    pub names: Names,
     pub boot_id: String,
 }
 

@@ -27,6 +27,8 @@ pub struct Leaf {
 pub struct Sandbox {
     dir: OwnedFd,
     events: OwnedFd,
+    /// cgroup.freeze, held open since a thaw is what a fresh clone waits for.
+    freeze: OwnedFd,
     idle: Vec<Leaf>,
     /// Leaves of ended execs that still held processes when last looked at.
     lingering: Vec<Leaf>,
@@ -73,7 +75,8 @@ impl Sandbox {
         let _ = put(dir.as_raw_fd(), "pids.max", &PIDS_MAX.to_string());
         // A share of the processor for each exec, however many processes it has: a fork bomb starves itself.
         let _ = put(dir.as_raw_fd(), "cgroup.subtree_control", "+cpu +pids");
-        let mut sandbox = Self { dir, events, idle: Vec::new(), lingering: Vec::new(), made: 0, frozen: false };
+        let freeze = sys::open_at(dir.as_raw_fd(), c_str(b"cgroup.freeze\0"), libc::O_WRONLY, 0)?;
+        let mut sandbox = Self { dir, events, freeze, idle: Vec::new(), lingering: Vec::new(), made: 0, frozen: false };
         sandbox.spare()?;
         Ok(sandbox)
     }
@@ -126,7 +129,7 @@ impl Sandbox {
 
     /// Ask the kernel to freeze or thaw; it says through `events_fd` (EPOLLPRI) when `is_frozen` has changed.
     pub fn set_frozen(&mut self, frozen: bool) -> io::Result<()> {
-        put(self.dir.as_raw_fd(), "cgroup.freeze", if frozen { "1" } else { "0" })?;
+        sys::write(self.freeze.as_raw_fd(), if frozen { b"1" } else { b"0" })?;
         self.frozen = frozen;
         Ok(())
     }

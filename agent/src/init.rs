@@ -4,7 +4,7 @@
 use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
-use crate::restore::{link_names, put, set_hostname, BOOT_ID, RUN};
+use crate::restore::{Names, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
 use std::fs;
@@ -113,12 +113,12 @@ fn start() -> Step<Agent> {
     mount_root(&events)?;
     switch_root()?;
     mount_rest()?;
-    settle()?;
+    let names = settle()?;
     let channel = match port {
         Some(channel) => channel.doing("open the agent's port")?,
         None => Channel::vsock().doing(format_args!("no virtio port {PORT_NAME}, and vsock"))?,
     };
-    let machine = machine()?;
+    let machine = machine(names)?;
     prefer();
     Agent::new(channel, Some(machine)).doing("start the agent")
 }
@@ -280,16 +280,15 @@ fn shared_directory(path: &str) -> Step<()> {
 
 // The machine's settings
 
-fn settle() -> Step<()> {
+fn settle() -> Step<Names> {
     // SAFETY: plain integers.
     unsafe { libc::umask(0o022) };
     for (name, value) in SYSCTLS {
         let _ = fs::write(format!("/proc/sys/{name}"), value); // not every kernel has every one
     }
     loopback().doing("set lo up")?;
-    link_names().and_then(|()| set_hostname(HOSTNAME)).map_err(|failure| failure.message)?;
-    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    put(BOOT_ID, boot_id.as_bytes()).map_err(|failure| failure.message)?;
+    let mut names = Names::link().map_err(|failure| failure.message)?;
+    names.set_hostname(HOSTNAME).map_err(|failure| failure.message)?;
     // So that what asks the kernel hears of each clone's own boot id too.
     let _ = mount(BOOT_ID, "/proc/sys/kernel/random/boot_id", "", libc::MS_BIND, "");
     for (resource, soft, hard) in [
@@ -302,7 +301,7 @@ fn settle() -> Step<()> {
         // SAFETY: a limit that lives through the call.
         unsafe { libc::setrlimit(resource, &limit) };
     }
-    Ok(())
+    Ok(names)
 }
 
 /// The only interface there is.
@@ -317,13 +316,14 @@ fn loopback() -> io::Result<()> {
     }
 }
 
-fn machine() -> Step<Machine> {
+fn machine(names: Names) -> Step<Machine> {
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib: u64 = memory.split_whitespace().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
     let random = CStr::from_bytes_with_nul(b"/dev/urandom\0").unwrap_or_default();
     Ok(Machine {
         sandbox: Sandbox::create(kib * 1024).doing("make the sandbox cgroup")?,
         random: sys::open(random, libc::O_RDWR, 0).doing("open /dev/urandom")?,
+        names,
         boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
     })
 }

@@ -4,20 +4,34 @@ use crate::failure::{at, Failure, Outcome};
 use crate::msgpack::Value;
 use crate::sys::{self, cvt};
 use std::fs::{self, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
 const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
 const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
 const ENTROPY_BYTES: usize = 64;
-const HOSTS_BYTES_MAX: u64 = 1 << 20;
+const HOSTS_BYTES_FIRST: usize = 1024;
+const HOSTS_BYTES_MAX: usize = 1 << 20;
 pub const RUN: &str = "/run/llm4agents";
 pub const BOOT_ID: &str = "/run/llm4agents/boot-id";
 /// What /etc has links to: in memory, since three writes to a disk's file system cost a fresh clone 40 ms.
 const HOSTNAME: &str = "/run/llm4agents/hostname";
 const HOSTS: &str = "/run/llm4agents/hosts";
 const MACHINE_ID: &str = "/run/llm4agents/machine-id";
+
+/// The files of a machine's names, held open: a fresh clone has translated no path walk, no open and no close yet.
+pub struct Names {
+    hostname: Held,
+    hosts: Held,
+    machine_id: Held,
+    boot_id: Held,
+}
+
+struct Held {
+    path: &'static str,
+    file: fs::File,
+}
 
 pub struct Request<'a> {
     entropy: &'a [u8],
@@ -52,12 +66,12 @@ impl<'a> Request<'a> {
     }
 
     /// All of it up to the interpreters. `random` is /dev/urandom.
-    pub fn apply(&self, random: &OwnedFd) -> Outcome<()> {
+    pub fn apply(&self, random: &OwnedFd, names: &mut Names) -> Outcome<()> {
         reseed(random, self.entropy).map_err(at("add entropy"))?;
         sys::set_wall_clock(self.unix_ns).map_err(at("set the clock"))?;
-        set_hostname(self.hostname)?;
-        put(MACHINE_ID, format!("{}\n", self.machine_id).as_bytes())?;
-        put(BOOT_ID, format!("{}\n", self.boot_id).as_bytes())
+        names.set_hostname(self.hostname)?;
+        names.machine_id.put(format!("{}\n", self.machine_id).as_bytes())?;
+        names.boot_id.put(format!("{}\n", self.boot_id).as_bytes())
     }
 }
 
@@ -80,34 +94,42 @@ fn reseed(random: &OwnedFd, entropy: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Give the names of the machine their place in memory, with what the image says, and /etc links to it.
-pub fn link_names() -> Outcome<()> {
-    for (etc, run) in [("/etc/hostname", HOSTNAME), ("/etc/hosts", HOSTS), ("/etc/machine-id", MACHINE_ID)] {
-        if fs::read_link(etc).is_ok_and(|target| target.as_os_str() == run) {
-            continue;
+impl Names {
+    /// Give the names of the machine their place in memory, with what the image says, and /etc links to it.
+    pub fn link() -> Outcome<Self> {
+        for (etc, run) in [("/etc/hostname", HOSTNAME), ("/etc/hosts", HOSTS), ("/etc/machine-id", MACHINE_ID)] {
+            if fs::read_link(etc).is_ok_and(|target| target.as_os_str() == run) {
+                continue;
+            }
+            Held::open(run)?.put(&fs::read(etc).unwrap_or_default())?;
+            let _ = fs::create_dir_all("/etc");
+            let _ = fs::remove_file(etc);
+            std::os::unix::fs::symlink(run, etc).map_err(at(format_args!("link {etc}")))?;
         }
-        put(run, &fs::read(etc).unwrap_or_default())?;
-        let _ = fs::create_dir_all("/etc");
-        let _ = fs::remove_file(etc);
-        std::os::unix::fs::symlink(run, etc).map_err(at(format_args!("link {etc}")))?;
+        let mut names = Self {
+            hostname: Held::open(HOSTNAME)?,
+            hosts: Held::open(HOSTS)?,
+            machine_id: Held::open(MACHINE_ID)?,
+            boot_id: Held::open(BOOT_ID)?,
+        };
+        // As long as what a clone will write over them, which then cuts nothing off.
+        let hex = |path: &str| fs::read_to_string(path).unwrap_or_default().replace('-', "");
+        names.machine_id.put(hex("/proc/sys/kernel/random/uuid").as_bytes())?;
+        names.boot_id.put(hex("/proc/sys/kernel/random/boot_id").as_bytes())?;
+        Ok(names)
     }
-    let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap_or_default().replace('-', "");
-    put(MACHINE_ID, uuid.as_bytes())
-}
 
-pub fn set_hostname(name: &str) -> Outcome<()> {
-    // SAFETY: a string and its length.
-    cvt(unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) }).map_err(at("set the hostname"))?;
-    put(HOSTNAME, format!("{name}\n").as_bytes())?;
-    let mut old = Vec::new();
-    if let Ok(file) = fs::File::open(HOSTS) {
-        let _ = file.take(HOSTS_BYTES_MAX).read_to_end(&mut old);
-    }
-    let new = hosts(&old, name);
-    if old == new {
-        Ok(())
-    } else {
-        put(HOSTS, &new)
+    pub fn set_hostname(&mut self, name: &str) -> Outcome<()> {
+        // SAFETY: a string and its length.
+        cvt(unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) }).map_err(at("set the hostname"))?;
+        self.hostname.put(format!("{name}\n").as_bytes())?;
+        let old = self.hosts.get();
+        let new = hosts(&old, name);
+        if old == new {
+            Ok(())
+        } else {
+            self.hosts.put(&new)
+        }
     }
 }
 
@@ -128,17 +150,44 @@ fn hosts(old: &[u8], name: &str) -> Vec<u8> {
     new
 }
 
-/// Overwrite in place: no new inode, no truncation to nothing, so that a file of the same size costs one page.
-pub fn put(path: &str, content: &[u8]) -> Outcome<()> {
-    let write = || {
-        let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o644).open(path)?;
-        file.write_all_at(content, 0)?;
-        if file.metadata()?.len() != content.len() as u64 {
-            file.set_len(content.len() as u64)?;
+impl Held {
+    fn open(path: &'static str) -> Outcome<Self> {
+        let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o644).clone();
+        Ok(Self { path, file: options.open(path).map_err(at(format_args!("open {path}")))? })
+    }
+
+    fn get(&self) -> Vec<u8> {
+        let mut content = vec![0; HOSTS_BYTES_FIRST];
+        let mut have = 0;
+        while let Ok(n @ 1..) = self.file.read_at(&mut content[have..], have as u64) {
+            have += n;
+            if have < content.len() || have >= HOSTS_BYTES_MAX {
+                break;
+            }
+            content.resize(2 * have, 0);
         }
-        Ok(())
-    };
-    write().map_err(at(format_args!("write {path}")))
+        content.truncate(have);
+        content
+    }
+
+    /// Overwrite in place: no new inode, no truncation to nothing, so that a file of the same size costs one page.
+    fn put(&mut self, content: &[u8]) -> Outcome<()> {
+        let path = self.path;
+        let mut metadata = self.file.metadata().map_err(at(path))?;
+        if metadata.nlink() == 0 {
+            // Removed by somebody in the guest since, and perhaps made anew.
+            *self = Self::open(path)?;
+            metadata = self.file.metadata().map_err(at(path))?;
+        }
+        let write = || {
+            self.file.write_all_at(content, 0)?;
+            if metadata.len() > content.len() as u64 {
+                self.file.set_len(content.len() as u64)?;
+            }
+            Ok(())
+        };
+        write().map_err(at(format_args!("write {path}")))
+    }
 }
 
 #[cfg(test)]
@@ -176,13 +225,17 @@ mod tests {
     }
 
     #[test]
-    fn put_overwrites_longer_and_shorter() {
+    fn put_overwrites_longer_and_shorter_and_makes_anew() {
         let dir = crate::files::tests::Dir::new("put");
-        let path = dir.0.join("f");
-        let path = path.to_str().unwrap();
-        for content in ["long content", "short", "longer again"] {
-            put(path, content.as_bytes()).unwrap();
+        let path: &'static str = dir.0.join("f").to_str().unwrap().to_owned().leak();
+        let mut held = Held::open(path).unwrap();
+        for content in ["long content", "short", "longer again", &"x".repeat(5000)] {
+            held.put(content.as_bytes()).unwrap();
             assert_eq!(fs::read_to_string(path).unwrap(), content);
+            assert_eq!(held.get(), content.as_bytes());
         }
+        fs::remove_file(path).unwrap();
+        held.put(b"anew").unwrap();
+        assert_eq!(fs::read_to_string(path).unwrap(), "anew");
     }
 }

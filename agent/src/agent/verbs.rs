@@ -75,7 +75,7 @@ impl Agent {
         let machine =
             self.machine.as_mut().ok_or_else(|| Failure::invalid("this agent serves a process, not a machine"))?;
         let restore = restore::Request::parse(request)?;
-        restore.apply(&machine.random)?;
+        restore.apply(&machine.random, &mut machine.names)?;
         machine.boot_id = restore.boot_id.to_owned();
         self.environment = environment;
         for service in self.services.iter().filter(|service| service.restore_signal != 0) {

@@ -15,7 +15,7 @@ from typing import Any
 from llm4agents import limits
 from llm4agents.engine.live import Live
 from llm4agents.guest import code as interpreter
-from llm4agents.guest.handles import STDOUT
+from llm4agents.guest.handles import STDOUT, Process
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.verbs import Agent
 
@@ -88,45 +88,38 @@ def _exit(status: ExitStatus, began: float) -> dict[str, Any]:
     }
 
 
+async def _start(agent: Agent, command: Command) -> Process:
+    return await agent.exec(
+        command.argv,
+        env=command.env,
+        cwd=command.cwd,
+        user=command.user,
+        stdin=command.stdin if command.stdin is not None else False,
+        timeout_s=command.timeout_s,
+    )
+
+
 async def exec_stream(live: Live, command: Command) -> AsyncGenerator[dict[str, Any], None]:
     """`started`, then `stdout`/`stderr` as they come, then `exit`. Closing it kills the command."""
     began = time.perf_counter()
-    async with live.use(f"exec {command.argv[0]}") as agent:
-        process = await agent.exec(
-            command.argv,
-            env=command.env,
-            cwd=command.cwd,
-            user=command.user,
-            stdin=command.stdin if command.stdin is not None else False,
-            timeout_s=command.timeout_s,
-        )
-        async with process:
-            yield {"type": "started", "pid": process.pid}
-            async with contextlib.aclosing(aiter(process)) as output:
-                async for channel, data in output:
-                    name = "stdout" if channel == STDOUT else "stderr"
-                    yield {"type": name, "data_b64": base64.b64encode(data).decode("ascii")}
-            yield {"type": "exit", **_exit(await process.wait(), began)}
+    async with live.use(f"exec {command.argv[0]}") as agent, await _start(agent, command) as process:
+        yield {"type": "started", "pid": process.pid}
+        async with contextlib.aclosing(aiter(process)) as output:
+            async for channel, data in output:
+                name = "stdout" if channel == STDOUT else "stderr"
+                yield {"type": name, "data_b64": base64.b64encode(data).decode("ascii")}
+        yield {"type": "exit", **_exit(await process.wait(), began)}
 
 
 async def exec_wait(live: Live, command: Command) -> dict[str, Any]:
     """Run to the end; keeps EXEC_OUTPUT_BYTES_MAX of each channel."""
     began = time.perf_counter()
     kept = {"stdout": _Kept(limits.EXEC_OUTPUT_BYTES_MAX), "stderr": _Kept(limits.EXEC_OUTPUT_BYTES_MAX)}
-    async with live.use(f"exec {command.argv[0]}") as agent:
-        process = await agent.exec(
-            command.argv,
-            env=command.env,
-            cwd=command.cwd,
-            user=command.user,
-            stdin=command.stdin if command.stdin is not None else False,
-            timeout_s=command.timeout_s,
-        )
-        async with process:
-            async with contextlib.aclosing(aiter(process)) as output:
-                async for channel, data in output:
-                    kept["stdout" if channel == STDOUT else "stderr"].add(data)
-            body = _exit(await process.wait(), began)
+    async with live.use(f"exec {command.argv[0]}") as agent, await _start(agent, command) as process:
+        async with contextlib.aclosing(aiter(process)) as output:
+            async for channel, data in output:
+                kept["stdout" if channel == STDOUT else "stderr"].add(data)
+        body = _exit(await process.wait(), began)
     for name, channel_kept in kept.items():
         channel_kept.into(body, name)
     return body

@@ -10,15 +10,22 @@ from collections.abc import Iterator
 import pytest
 
 from llm4agents import Sandbox
+from tests.support import Node, sdk_of
 
-pytestmark = pytest.mark.vm
+pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
 
 FRAME = "import pandas as pd\ndf = pd.DataFrame({'city': ['Rome', 'Oslo', 'Rome'], 't': [20.5, 3.0, 22.5]})\n"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def server(shared_node: Node) -> Iterator[None]:
+    with sdk_of(shared_node):
+        yield
+
+
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox(server: None) -> Iterator[Sandbox]:
     with Sandbox(template="python") as made:
         yield made
 

@@ -214,6 +214,7 @@ def _failure(name: str, code: int, log: bytes, cwd: Path, needed_bytes: int) -> 
         return no_space(cwd, needed_bytes)
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("E:", "error:", "ERROR:", "Error:"))]
+    errors = [line for line in errors if line != f"E: {name} failed to run"] or errors  # not the reason
     said = (errors or lines or ["it printed nothing"])[-1]
     how = f"exit code {code}" if code >= 0 else f"signal {-code}"
     hint = "details.log has the end of what it printed"

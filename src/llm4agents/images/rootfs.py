@@ -181,7 +181,8 @@ def hooks(spec: TemplateSpec, python: str, overlay: Path) -> list[str]:
         if spec.runner:
             trees += f" {RUNNER_DIRECTORY}"
         found += [
-            'find "$1/usr/lib" -name __pycache__ -prune -exec rm -rf {} +',
+            # `cd`: find wants to go back to where it began, which an ordinary user's chroot may not enter.
+            'cd "$1/usr/lib" && find . -name __pycache__ -prune -exec rm -rf {} +',
             f'chroot "$1" env PYTHONHASHSEED=0 python3 -m compileall -q -f -j {os.cpu_count() or 1}'
             f" --invalidation-mode unchecked-hash {trees} >/dev/null 2>&1 || true",
             # It guards a distribution's Python from pip; a sandbox's is the agent's own.

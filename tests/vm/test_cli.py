@@ -33,6 +33,9 @@ def environment() -> Iterator[dict[str, str]]:
     )
     yield env
     subprocess.run([sys.executable, "-m", "llm4agents", "server", "stop"], env=env, check=True, timeout=60)
+    # What a test imports would be what `base` means from now on, whatever changes in this checkout.
+    for pin in config.settings().cache.glob("templates/*/pinned-*"):
+        pin.unlink()
     shutil.rmtree(home)
 
 

@@ -9,9 +9,11 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 const ROOT: &str = "/sys/fs/cgroup";
-const PIDS_MAX: u32 = 4096;
-/// Of one exec: what is left is for the others, so that somebody can still look at a fork bomb.
-const LEAF_PIDS_MAX: u32 = 2048;
+/// Threads of all together: 2 for each MiB, since 4 of them eat all of it in stacks and page tables, and the
+/// kernel then kills one a second. Half of it is one exec's: the other half can still look at a fork bomb.
+const PIDS_PER_MIB: u64 = 2;
+const PIDS_MIN: u64 = 512;
+const PIDS_MAX: u64 = 4096;
 /// What the sandbox's processes cannot have: for the agent, and for the kernel outside any cgroup's account.
 const RESERVE_BYTES_MIN: u64 = 32 << 20;
 const RESERVE_PERCENT: u64 = 4;
@@ -33,6 +35,7 @@ pub struct Sandbox {
     /// Leaves of ended execs that still held processes when last looked at.
     lingering: Vec<Leaf>,
     made: u64,
+    pids_max: u64,
     pub frozen: bool,
 }
 
@@ -70,13 +73,23 @@ impl Sandbox {
         let path = format!("{ROOT}/sandbox");
         std::fs::create_dir_all(&path)?;
         let (dir, events) = open(root.as_raw_fd(), "sandbox")?;
+        let pids_max = ((memory_total >> 20) * PIDS_PER_MIB).clamp(PIDS_MIN, PIDS_MAX);
         let reserve = RESERVE_BYTES_MIN.max(memory_total * RESERVE_PERCENT / 100);
         let _ = put(dir.as_raw_fd(), "memory.max", &memory_total.saturating_sub(reserve).to_string());
-        let _ = put(dir.as_raw_fd(), "pids.max", &PIDS_MAX.to_string());
+        let _ = put(dir.as_raw_fd(), "pids.max", &pids_max.to_string());
         // A share of the processor for each exec, however many processes it has: a fork bomb starves itself.
         let _ = put(dir.as_raw_fd(), "cgroup.subtree_control", "+cpu +pids");
         let freeze = sys::open_at(dir.as_raw_fd(), c_str(b"cgroup.freeze\0"), libc::O_WRONLY, 0)?;
-        let mut sandbox = Self { dir, events, freeze, idle: Vec::new(), lingering: Vec::new(), made: 0, frozen: false };
+        let mut sandbox = Self {
+            dir,
+            events,
+            freeze,
+            idle: Vec::new(),
+            lingering: Vec::new(),
+            made: 0,
+            pids_max,
+            frozen: false,
+        };
         sandbox.spare()?;
         Ok(sandbox)
     }
@@ -97,7 +110,7 @@ impl Sandbox {
         // SAFETY: a C string and plain integers.
         sys::cvt(unsafe { libc::mkdirat(self.dir.as_raw_fd(), path.as_ptr(), 0o755) })?;
         let (dir, events) = open(self.dir.as_raw_fd(), &name)?;
-        let _ = put(dir.as_raw_fd(), "pids.max", &LEAF_PIDS_MAX.to_string());
+        let _ = put(dir.as_raw_fd(), "pids.max", &(self.pids_max / 2).to_string());
         Ok(Leaf { name, dir, events })
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from llm4agents import limits
 from llm4agents.engine.live import Live
+from llm4agents.errors import LLM4AgentsError
 from llm4agents.guest import code as interpreter
 from llm4agents.guest.handles import STDOUT, Process
 from llm4agents.guest.results import ExitStatus
@@ -89,14 +90,20 @@ def _exit(status: ExitStatus, began: float) -> dict[str, Any]:
 
 
 async def _start(agent: Agent, command: Command) -> Process:
-    return await agent.exec(
-        command.argv,
-        env=command.env,
-        cwd=command.cwd,
-        user=command.user,
-        stdin=command.stdin if command.stdin is not None else False,
-        timeout_s=command.timeout_s,
-    )
+    try:
+        return await agent.exec(
+            command.argv,
+            env=command.env,
+            cwd=command.cwd,
+            user=command.user,
+            stdin=command.stdin if command.stdin is not None else False,
+            timeout_s=command.timeout_s,
+        )
+    except LLM4AgentsError as error:
+        if command.cwd is None or "working directory" not in error.message:
+            raise
+        # The agent names the command and not the directory it could not enter.
+        raise type(error)(f"{command.cwd}: {error.message}", hint=error.hint, **error.details) from error
 
 
 async def exec_stream(live: Live, command: Command) -> AsyncGenerator[dict[str, Any], None]:

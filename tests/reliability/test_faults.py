@@ -476,7 +476,7 @@ def test_a_disk_that_fills_while_building_leaves_no_half_template(nodes: Make, s
         shutil.rmtree(place / "templates" / "base", ignore_errors=True)
         answer = node.http.post("/v1/sandboxes", json=wish)
         assert answer.status_code == 503, answer.text
-        refused(answer, "capacity", "disk")
+        refused(answer, "capacity", "pace")
         assert not list((place / "templates").glob("base/keys/*"))
         assert not list((small_disk / "up").glob("tmp/*"))
         ballast.unlink()

@@ -108,6 +108,8 @@ def create_app(context: Context) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, LLM4AgentsError):  # of ours, from within the reading of a body
+            return problem(error.__cause__, context)
         if error.status_code == 404:
             return problem(NotFoundError(f"there is no {request.url.path} here"), context)
         return problem(InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}"), context)

@@ -19,7 +19,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize(("state", "event"), product(STATES, EVENTS))
+@pytest.mark.parametrize(("state", "event"), list(product(STATES, EVENTS)))
 def test_every_transition(state: State, event: str) -> None:
     assert next_state(state, event) == MOVES.get((state, event))  # type: ignore[arg-type]
 
@@ -37,7 +37,7 @@ def test_every_state_is_reached_and_can_end() -> None:
     assert reached == set(STATES)
 
 
-@pytest.mark.parametrize(("state", "action"), product(STATES, ACTIONS))
+@pytest.mark.parametrize(("state", "action"), list(product(STATES, ACTIONS)))
 def test_every_permission(state: State, action: str) -> None:
     allowed = {
         "use": state == "running",

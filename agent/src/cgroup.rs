@@ -80,16 +80,8 @@ impl Sandbox {
         // A share of the processor for each exec, however many processes it has: a fork bomb starves itself.
         let _ = put(dir.as_raw_fd(), "cgroup.subtree_control", "+cpu +pids");
         let freeze = sys::open_at(dir.as_raw_fd(), c_str(b"cgroup.freeze\0"), libc::O_WRONLY, 0)?;
-        let mut sandbox = Self {
-            dir,
-            events,
-            freeze,
-            idle: Vec::new(),
-            lingering: Vec::new(),
-            made: 0,
-            pids_max,
-            frozen: false,
-        };
+        let mut sandbox =
+            Self { dir, events, freeze, idle: Vec::new(), lingering: Vec::new(), made: 0, pids_max, frozen: false };
         sandbox.spare()?;
         Ok(sandbox)
     }

@@ -70,7 +70,8 @@ async def create(
     free_bytes: Callable[[], int],
 ) -> Live:
     """Clone the template for `row` (not stored yet). On failure nothing is left but a row in state `failed`."""
-    store.add(row, clock.stamp())
+    began = clock.stamp()
+    stored = False
     machine: Machine | None = None
     try:
         run_dir, overlay = places.run(row.id), places.disk(row.id)
@@ -79,12 +80,24 @@ async def create(
         disk.clone_overlay(variant.path / "upper.qcow2.empty", overlay)
         deadline = clock.wall_s() + CREATE_GRACE_S
         async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
-            machine = await driver.restore(
-                snapshot, Placement(row.id, run_dir, deadline), variant.disks(overlay)
+            restoring = asyncio.create_task(
+                driver.restore(snapshot, Placement(row.id, run_dir, deadline), variant.disks(overlay))
             )
-            store.change(row, record=machine.record.to_json())
+            try:
+                # While the VMM starts. A server that dies before this line leaves a machine without a row, which
+                # the next one ends as it does one whose row has no record.
+                await asyncio.sleep(0)
+                store.add(row, began)
+                stored = True
+            finally:
+                machine = await restoring
             await machine.resume()
-            agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
+            greeting = asyncio.create_task(contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S))
+            try:
+                await asyncio.sleep(0)
+                store.change(row, record=machine.record.to_json())  # while the guest wakes up
+            finally:
+                agent = await greeting
             boot_id = secrets.token_hex(16)
             await agent.post_restore(
                 entropy=os.urandom(64),
@@ -100,7 +113,9 @@ async def create(
         live.watch_deadlines()
         return live
     except BaseException as error:
-        await asyncio.shield(_undo(row, machine, error, store, places))
+        await asyncio.shield(_undo(row, machine, places))
+        if stored:
+            _record_failure(row, error, store)
         if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError | TimeoutError):
             raise _host_error(error) from error
         if isinstance(error, TimeoutError) and not isinstance(error, LLM4AgentsError):
@@ -120,19 +135,17 @@ def _host_error(error: OSError) -> LLM4AgentsError:
     return HostSetupError(f"a sandbox could not be made: {error}", hint="llm4agents doctor")
 
 
-async def _undo(
-    row: SandboxRow, machine: Machine | None, error: BaseException, store: Store, places: Places
-) -> None:
+async def _undo(row: SandboxRow, machine: Machine | None, places: Places) -> None:
     if machine is not None:
         with contextlib.suppress(LLM4AgentsError):
             await machine.stop()
     places.remove(row.id)
+
+
+def _record_failure(row: SandboxRow, error: BaseException, store: Store) -> None:
     cancelled = isinstance(error, asyncio.CancelledError)
-    reason = "cancelled" if cancelled else f"create failed: {error}"[:500]
+    state, reason = ("killed", "cancelled") if cancelled else ("failed", f"create failed: {error}"[:500])
     now = clock.stamp()
-    with contextlib.suppress(
-        CapacityError
-    ):  # then the next server finds a row without a machine, and ends it
-        store.transition(
-            row, "killed" if cancelled else "failed", reason, now, ended_at=now.wall_s, record=None
-        )
+    # On a full disk the row stays as it is: the next server finds it without a machine, and ends it.
+    with contextlib.suppress(CapacityError):
+        store.transition(row, state, reason, now, ended_at=now.wall_s, record=None)

@@ -93,16 +93,22 @@ class Templates:
 
             task = asyncio.create_task(self._prepare(wanted, vcpus, memory_mib, tell, rebuild))
             self._building[shape] = task
-            task.add_done_callback(lambda _: self._building.pop(shape, None))
+            task.add_done_callback(lambda ended: self._not_building(shape, ended))
         try:
             # The build goes on for others when one who waits goes away; the last one's going ends it.
             return await asyncio.shield(task)
         finally:
             listeners.remove(progress)
             if not listeners and not task.done():
+                # Forgotten first: who asks from now on must not join a build that is being ended.
+                self._not_building(shape, task)
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
                     await task
+
+    def _not_building(self, shape: Shape, task: asyncio.Task[tuple[Variant, Snapshot]]) -> None:
+        if self._building.get(shape) is task:
+            del self._building[shape]
 
     async def _prepare(
         self, wanted: TemplateSpec, vcpus: int, memory_mib: int, progress: Progress, rebuild: bool

@@ -96,7 +96,9 @@ class Live:
     def interrupt(self, error: LLM4AgentsError) -> None:
         """Fail every call that is under way with `error`."""
         self.end_error = error
-        for task in list(self._users):
+        # Each once: one that is cancelled twice could not tell ours from its caller's.
+        users, self._users = self._users, set()
+        for task in users:
             task.cancel()
 
     # -- a full disk on the host --------------------------------------------------------------------------

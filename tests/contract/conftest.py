@@ -1,4 +1,4 @@
-"""One frozen machine per driver and session; every test of the suite runs on each."""
+"""One frozen machine per driver; every test of the suite runs on each."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import pytest
 from .lab import DRIVERS, Frozen, freeze
 
 
-@pytest.fixture(scope="session", params=sorted(DRIVERS))
+@pytest.fixture(scope="module", params=sorted(DRIVERS))
 def frozen(request: pytest.FixtureRequest) -> Iterator[Frozen]:
     # Not under pytest's own directory: `kill -9` tests must find it whatever the user's umask is.
     home = Path(tempfile.mkdtemp(prefix=f"l4a-contract-{os.getpid()}-"))

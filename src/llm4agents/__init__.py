@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnknownOutcomeError,
         UnsupportedPlatformError,
         VersionMismatchError,
+        VmmError,
     )
     from llm4agents.sdk._async.sandbox import AsyncSandbox
     from llm4agents.sdk._sync.sandbox import Sandbox
@@ -57,7 +58,7 @@ _ERRORS = (
     "BootError CapacityError ConflictError ConnectionLostError GuestError HostSetupError InvalidRequestError "
     "LLM4AgentsError NotFoundError NotStartedError PathNotFoundError ProgramFailedError ProtocolError "
     "SandboxDiedError SandboxNotFoundError ServerUnavailableError TemplateNotFoundError TimedOutError "
-    "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError"
+    "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = "EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
 _HOMES = {
@@ -99,6 +100,7 @@ __all__ = [
     "UnknownOutcomeError",
     "UnsupportedPlatformError",
     "VersionMismatchError",
+    "VmmError",
     "__version__",
 ]
 

@@ -23,7 +23,8 @@ without reading words:
     │   ├── TimedOutError            the deadline passed (also a TimeoutError); what ran was ended
     │   ├── ConnectionLostError      the server or the channel went away in mid-call
     │   ├── ProtocolError            the guest broke the protocol; its session was ended
-    │   └── GuestError               the guest's agent failed in a way it could describe (errno)
+    │   ├── GuestError               the guest's agent failed in a way it could describe (errno)
+    │   └── VmmError                 the virtual machine monitor refused a command
     └── ProgramFailedError       outcome "finished": raised by `.check()` on a result, and only there
 
 Non-zero exits and Python exceptions inside a sandbox are results, not errors of ours.
@@ -189,6 +190,12 @@ class ProgramFailedError(LLM4AgentsError):
     code = "program_failed"
     outcome = "finished"
     http_status = 422
+
+
+class VmmError(UnknownOutcomeError):
+    """The virtual machine monitor refused a command."""
+
+    code = "vmm_refused"
 
 
 def all_errors() -> dict[str, type[LLM4AgentsError]]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llm4agents.errors import ConnectionLostError
+from llm4agents.errors import ConnectionLostError, VmmError
 from llm4agents.vmm.qemu import qmp
-from llm4agents.vmm.qemu.qmp import Qmp, QmpError
+from llm4agents.vmm.qemu.qmp import Qmp
 
 
 class Peer:
@@ -71,7 +71,7 @@ def test_a_refusal_is_an_error_in_its_words() -> None:
         future = client.send("cont")
         number = (await peer.command())["id"]
         await peer.say({"id": number, "error": {"class": "GenericError", "desc": "not now"}})
-        with pytest.raises(QmpError, match="refused cont: not now"):
+        with pytest.raises(VmmError, match="refused cont: not now"):
             await future
 
     play(test)

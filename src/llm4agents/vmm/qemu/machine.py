@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from llm4agents import limits
-from llm4agents.errors import BootError, CapacityError, ConflictError, LLM4AgentsError, SandboxDiedError
+from llm4agents.errors import (
+    BootError,
+    CapacityError,
+    ConflictError,
+    LLM4AgentsError,
+    SandboxDiedError,
+    VmmError,
+)
 from llm4agents.vmm import procfs
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Exit, MachineEvent, MachineRecord, MachineSpec, Snapshot, Stats
 from llm4agents.vmm.qemu import memory, snapshot
-from llm4agents.vmm.qemu.qmp import Event, Qmp, QmpError
+from llm4agents.vmm.qemu.qmp import Event, Qmp
 from llm4agents.vmm.waiting import readable
 
 AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
@@ -166,7 +173,7 @@ class QemuMachine:
         self._check_alive(command)
         try:
             return await self._qmp.execute(command, **arguments)
-        except QmpError:
+        except VmmError:
             raise
         except LLM4AgentsError as error:
             ended = await self._ended_within(1.0)

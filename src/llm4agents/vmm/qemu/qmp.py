@@ -16,19 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from llm4agents.errors import ConnectionLostError, UnknownOutcomeError
+from llm4agents.errors import ConnectionLostError, VmmError
 
 LINE_BYTES_MAX = 1 << 20
 COMMAND_TIMEOUT_S = 10.0
 _READ_BYTES = 65_536
 
 Event = dict[str, Any]
-
-
-class QmpError(UnknownOutcomeError):
-    """QEMU refused a command."""
-
-    code = "vmm_refused"
 
 
 class Qmp:
@@ -52,7 +46,7 @@ class Qmp:
     ) -> Any:
         """The answer of `command`; underscores in argument names become hyphens.
 
-        Raises QmpError when QEMU refuses, ConnectionLostError when it is gone or does not answer in time.
+        Raises VmmError when QEMU refuses, ConnectionLostError when it is gone or does not answer in time.
         """
         future = self.send(command, fd=fd, **arguments)
         try:
@@ -154,4 +148,4 @@ class Qmp:
         else:
             error = body.get("error")
             words = error.get("desc") if isinstance(error, dict) else None
-            future.set_exception(QmpError(f"QEMU refused {command}: {words or 'without a reason'}"))
+            future.set_exception(VmmError(f"QEMU refused {command}: {words or 'without a reason'}"))

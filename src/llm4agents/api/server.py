@@ -35,18 +35,18 @@ DRAIN_S = 5
 EXIT_FAILED, EXIT_LOST_RACE = 1, 3
 
 
-def lock_state(where: Settings) -> int:
-    """Take the state directory's lock for the life of the process. Raises ConflictError naming who has it."""
-    where.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(where.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def lock(directory: Path, what: str) -> int:
+    """Take a directory's lock for the life of the process. Raises ConflictError naming who has it."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
         raise ConflictError(
-            f"a server (pid {holder}) already has the state directory {where.state}",
-            hint="use it, or llm4agents server stop, or set LLM4AGENTS_STATE to another directory",
+            f"a server (pid {holder}) already has the {what} directory {directory}",
+            hint=f"use it, or llm4agents server stop, or set LLM4AGENTS_{what.upper()} to another directory",
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -121,7 +121,6 @@ class _Server(uvicorn.Server):
 
 async def serve(where: Settings) -> None:
     log = structlog.get_logger()
-    prepare_run_dir(where.run_dir)
     engine = Engine.open(where)
     context = Context(where, engine)
     loop = asyncio.get_running_loop()
@@ -182,11 +181,15 @@ def main() -> int:
     try:
         where = settings()
         configure_logs(where.log_level)
-        lock = lock_state(where)
+        # Two, since either may be shared by mistake: whoever has the sockets ends machines it does not know.
+        held = [lock(where.state, "state")]
+        prepare_run_dir(where.run_dir)
+        held.append(lock(where.run_dir, "run"))
         try:
             asyncio.run(serve(where))
         finally:
-            os.close(lock)
+            for fd in held:
+                os.close(fd)
     except LLM4AgentsError as error:
         sys.stderr.write(START_FAILED + json.dumps(to_wire(error)) + "\n")
         return EXIT_LOST_RACE if isinstance(error, ConflictError) else EXIT_FAILED

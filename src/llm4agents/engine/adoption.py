@@ -23,6 +23,10 @@ from llm4agents.vmm.shim import DEADLINE, read_exit
 
 log = structlog.get_logger()
 
+AT_ONCE = 8
+GREET_TIMEOUT_S = 15.0
+"""For a guest that is busy: one that does not answer is ended."""
+
 
 async def adopt_all(
     store: Store,
@@ -32,28 +36,43 @@ async def adopt_all(
     free_bytes: Callable[[], int],
 ) -> list[Live]:
     """Every sandbox of the store that lives on, taken over; the others are ended, with their reason. No orphans."""
-    adopted = []
-    for row in store.alive():
-        live = None
-        machine = await _machine(row, driver)
-        why = "its server died while it was being created"
-        if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE:
-            try:
-                agent = await contact.greet(machine, timeout=limits.HELLO_TIMEOUT_S, dirty=True)
-                live = Live(row, machine, agent, on_deadline, free_bytes)
-                live.last_used_s = _idle_since(row, places)
-            except LLM4AgentsError as error:
-                why = f"could not be taken over: {error.message}"
-        if live is not None:
-            live.watch_deadlines()
-            adopted.append(live)
-            log.info("adopted", sandbox=row.id)
-            continue
-        if machine is not None:
-            await machine.stop()
-        _record_end(row, store, places, why, adoptable=row.state in lifecycle.ADOPTABLE)
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(row: SandboxRow) -> Live | None:
+        async with slots:
+            return await _adopt(row, store, driver, places, on_deadline, free_bytes)
+
+    found = await asyncio.gather(*(one(row) for row in store.alive()))
+    adopted = [live for live in found if live is not None]
     await _sweep(places, {live.row.id for live in adopted})
     return adopted
+
+
+async def _adopt(
+    row: SandboxRow,
+    store: Store,
+    driver: Driver,
+    places: Places,
+    on_deadline: Callable[[Live, str], None],
+    free_bytes: Callable[[], int],
+) -> Live | None:
+    machine = await _machine(row, driver)
+    why = "its server died while it was being created"
+    if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE:
+        try:
+            await machine.resume()  # one that stands still for a full disk tries again
+            agent = await contact.greet(machine, timeout=GREET_TIMEOUT_S, dirty=True)
+            live = Live(row, machine, agent, on_deadline, free_bytes)
+            live.last_used_s = _idle_since(row, places)
+            live.watch_deadlines()
+            log.info("adopted", sandbox=row.id)
+            return live
+        except LLM4AgentsError as error:
+            why = f"could not be taken over: {error.message}"
+    if machine is not None:
+        await machine.stop()
+    _record_end(row, store, places, why, adoptable=row.state in lifecycle.ADOPTABLE)
+    return None
 
 
 async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:

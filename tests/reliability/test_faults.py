@@ -360,6 +360,15 @@ def test_there_is_one_server_per_state_directory(node: Node) -> None:
     assert node.call("GET", "/v1/server")["pid"] == node.process.pid
 
 
+def test_there_is_one_server_per_run_directory(node: Node, nodes: Make) -> None:
+    """Whoever has the sockets ends machines it does not know: another state directory must not share them."""
+    sandbox = node.create()
+    other = nodes(LLM4AGENTS_RUN=str(node.run))
+    assert other.spawn().wait(30) == 3
+    assert "LLM4AGENTS_RUN" in other.log()
+    assert node.exec(sandbox, "echo fine")["stdout"] == "fine\n"
+
+
 def test_an_idle_server_leaves(nodes: Make) -> None:
     node = nodes(LLM4AGENTS_SERVER_IDLE_EXIT_S="1").start()
     sandbox = node.create()

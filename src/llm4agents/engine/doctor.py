@@ -35,7 +35,7 @@ TOOLS = {
 UNPRIVILEGED = {"newuidmap": "uidmap", "fakeroot": "fakeroot"}
 """What building templates needs besides when it is not done by root."""
 SLOWDOWN = (
-    "code runs about 8 to 13 times slower than native, starting a process 35 times; it is a kernel of its own all the same"
+    "code runs about 8 to 13 times slower than native, starting a process 35 times; its kernel is its own"
 )
 NEEDED_MIB = limits.DEFAULT_MEMORY_MIB + limits.TB_SIZE_MIB + admission.VMM_MIB + admission.HEADROOM_MIB
 DISK_BYTES_NEEDED = 8 << 30

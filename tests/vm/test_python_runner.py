@@ -103,7 +103,7 @@ def test_two_clones_draw_different_numbers() -> None:
     code = (
         "import random, numpy, uuid, tempfile, ssl, secrets\n"
         "[random.random(), numpy.random.random(), str(uuid.uuid4()), str(uuid.uuid1())[14:], "
-        "next(tempfile._get_candidate_names()), ssl.RAND_bytes(8), secrets.token_hex(8)]"
+        "next(tempfile._get_candidate_names()), ssl.RAND_bytes(8).hex(), secrets.token_hex(8)]"
     )
     draws = []
     for _ in range(2):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CapacityError,
         ConflictError,
         ConnectionLostError,
+        CorruptSnapshotError,
         GuestError,
         HostSetupError,
         InvalidRequestError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         ProtocolError,
         SandboxDiedError,
         SandboxNotFoundError,
+        SandboxPausedError,
         ServerUnavailableError,
         TemplateNotFoundError,
         TimedOutError,
@@ -55,9 +57,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "BootError CapacityError ConflictError ConnectionLostError GuestError HostSetupError InvalidRequestError "
-    "LLM4AgentsError NotFoundError NotStartedError PathNotFoundError ProgramFailedError ProtocolError "
-    "SandboxDiedError SandboxNotFoundError ServerUnavailableError TemplateNotFoundError TimedOutError "
+    "BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError GuestError "
+    "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError PathNotFoundError ProgramFailedError ProtocolError "
+    "SandboxDiedError SandboxNotFoundError SandboxPausedError ServerUnavailableError TemplateNotFoundError "
+    "TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = "EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
@@ -74,6 +77,7 @@ __all__ = [
     "CapacityError",
     "ConflictError",
     "ConnectionLostError",
+    "CorruptSnapshotError",
     "EmulationWarning",
     "ExecResult",
     "Execution",
@@ -94,6 +98,7 @@ __all__ = [
     "SandboxDiedError",
     "SandboxInfo",
     "SandboxNotFoundError",
+    "SandboxPausedError",
     "ServerUnavailableError",
     "TemplateNotFoundError",
     "TimedOutError",

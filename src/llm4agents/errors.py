@@ -128,6 +128,13 @@ class VersionMismatchError(NotStartedError):
     http_status = 409
 
 
+class CorruptSnapshotError(NotStartedError):
+    """A snapshot on disk is not what was written: a part is missing, short or changed."""
+
+    code = "corrupt_snapshot"
+    http_status = 409
+
+
 class BootError(NotStartedError):
     """The virtual machine did not become ready."""
 
@@ -154,6 +161,13 @@ class SandboxDiedError(UnknownOutcomeError):
 
     code = "sandbox_died"
     http_status = 410
+
+
+class SandboxPausedError(UnknownOutcomeError):
+    """The sandbox was paused while the call was running; what it had started goes on after a resume."""
+
+    code = "sandbox_paused"
+    http_status = 409
 
 
 class TimedOutError(UnknownOutcomeError, TimeoutError):

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import JSON, BigInteger, Column, Float, Integer, MetaData, String, Table, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    true,
+)
 
-HEAD: Final = "0001"
+HEAD: Final = "0002"
 """The newest migration. Kept here so that opening a store of this version need not import Alembic."""
 
 metadata = MetaData()
@@ -45,6 +57,17 @@ sandboxes = Table(
     Column("accelerator", String),
     Column("boot_id", String),
     Column("record", JSON),  # vmm.base.MachineRecord, to adopt it
+    Column("life_s", Float, nullable=False, server_default="86400"),  # of each start: a resume renews it
+    Column("on_timeout", String, nullable=False, server_default="kill"),  # pause | kill
+    Column("auto_resume", Boolean, nullable=False, server_default=true()),
+    Column("keep_s", Float, nullable=False, server_default="2592000"),  # how long a pause is kept
+    Column("paused_at", Float),
+    Column(
+        "pause", JSON
+    ),  # what the pause on disk is: directory, base, bytes, whether its memory can be used
+    Column("disk", JSON),  # the layers its disk lies on, oldest first (names under `layers/`)
+    Column("limits", JSON),  # disk_mib, pids, output rate: what was asked for at create
+    Column("parent", String),  # the sandbox it was forked from
 )
 
 events = Table(
@@ -63,4 +86,51 @@ events = Table(
     ),  # CLOCK_BOOTTIME: durations are computed from this one
     Column("host_boot_id", String, nullable=False),  # and only within one boot of the host
     UniqueConstraint("sandbox", "sequence"),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("sandbox", String, nullable=False, index=True),
+    Column("spec", JSON, nullable=False),  # command, schedule, on_exit, webhook: as it was asked for
+    Column("state", String, nullable=False, index=True),
+    Column("created_at", Float, nullable=False),
+    Column("next_at", Float),  # when it is due; None: no more
+    Column("ended_at", Float),
+)
+
+job_runs = Table(
+    "job_runs",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("job", String, nullable=False, index=True),
+    Column("sequence", Integer, nullable=False),
+    Column("due_at", Float, nullable=False),
+    Column("state", String, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("process", String),  # the managed process that is the run, in the guest
+    Column("result", JSON),
+    Column("told", JSON),  # the webhook's deliveries
+    UniqueConstraint("job", "sequence"),
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column(
+        "key", String, nullable=False, unique=True
+    ),  # sandbox:boot:sequence; writing one twice is writing it once
+    Column("sandbox", String, nullable=False, index=True),
+    Column("boot_id", String, nullable=False),
+    Column("sequence", Integer, nullable=False),
+    Column("state", String, nullable=False),
+    Column("vcpus", Integer, nullable=False),
+    Column("memory_mib", Integer, nullable=False),
+    Column("disk_bytes", BigInteger, nullable=False),
+    Column("from_ns", BigInteger, nullable=False),  # wall clock
+    Column("to_ns", BigInteger, nullable=False),
+    Column("duration_ns", BigInteger, nullable=False),  # of CLOCK_BOOTTIME: what is charged
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ from llm4agents.store.schema import events, meta, sandboxes
 CHECKPOINT_WRITES: Final = 400
 
 TERMINAL: Final = ("killed", "failed")
+OnTransition: TypeAlias = "Callable[[SandboxRow, str | None, str, str | None, Stamp], None]"
+"""(row as it is now, from state or None at its birth, to state, reason, when)"""
 Events: TypeAlias = "list[dict[str, Any]]"
 Rows: TypeAlias = "list[SandboxRow]"
 """A method of Store is called `list`."""
@@ -50,6 +52,15 @@ class SandboxRow:
     accelerator: str | None = None
     boot_id: str | None = None
     record: dict[str, Any] | None = None
+    life_s: float = 86_400.0
+    on_timeout: str = "kill"
+    auto_resume: bool = True
+    keep_s: float = 2_592_000.0
+    paused_at: float | None = None
+    pause: dict[str, Any] | None = None
+    disk: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None
+    parent: str | None = None
 
     @classmethod
     def of(cls, row: RowMapping) -> SandboxRow:
@@ -95,6 +106,8 @@ class Store:
         self._engine = engine
         self._connection = engine.connect()
         self._writes = 0
+        self.on_transition: list[OnTransition] = []
+        """Called after each transition has been stored, in the order of registration; must not raise or wait."""
 
     def close(self) -> None:
         self._connection.close()
@@ -108,6 +121,8 @@ class Store:
             self._connection.execute(insert(sandboxes), row.columns())
             self._event(row, None, row.state, row.reason, stamp)
         self._writes += 1
+        for told in self.on_transition:
+            told(row, None, row.state, row.reason, stamp)
 
     def transition(
         self, row: SandboxRow, to_state: str, reason: str | None, stamp: Stamp, **changes: Any
@@ -116,7 +131,7 @@ class Store:
 
         Raises ConflictError when the stored state is not the one `row` has: someone else moved it.
         """
-        values = {**changes, "state": to_state, "reason": reason}
+        values, from_state = {**changes, "state": to_state, "reason": reason}, row.state
         boot_id = changes.get("boot_id", row.boot_id)
         with self._writing():
             done = self._connection.execute(
@@ -130,6 +145,8 @@ class Store:
         for name, value in values.items():
             setattr(row, name, value)
         self._writes += 1
+        for told in self.on_transition:
+            told(row, from_state, to_state, reason, stamp)
 
     def change(self, row: SandboxRow, **changes: Any) -> None:
         """Change columns of `row` other than its state; `row` follows."""

@@ -58,9 +58,9 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError GuestError "
-    "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError PathNotFoundError ProgramFailedError ProtocolError "
-    "SandboxDiedError SandboxNotFoundError SandboxPausedError ServerUnavailableError TemplateNotFoundError "
-    "TimedOutError "
+    "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError "
+    "PathNotFoundError ProgramFailedError ProtocolError SandboxDiedError SandboxNotFoundError "
+    "SandboxPausedError ServerUnavailableError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = "EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"

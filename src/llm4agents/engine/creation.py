@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import limits
@@ -20,9 +21,10 @@ from llm4agents.engine import clock, contact
 from llm4agents.engine.live import Live
 from llm4agents.engine.parts import Variant
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
+from llm4agents.guest.verbs import Agent
 from llm4agents.images import disk
 from llm4agents.store import SandboxRow, Store
-from llm4agents.vmm.base import Driver, Machine, Placement, Snapshot
+from llm4agents.vmm.base import Disk, Driver, Machine, Placement, Snapshot
 
 CREATE_GRACE_S = 60.0
 """The deadline of a machine whose creation is not finished: a server that dies then leaves it that long."""
@@ -57,6 +59,79 @@ class Places:
             shutil.rmtree(path, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a machine is cloned from: a template's variant with its frozen memory, and perhaps the pages of a pause."""
+
+    variant: Variant
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """A machine that runs, has its own identity and answers."""
+
+    machine: Machine
+    agent: Agent
+    boot_id: str
+
+
+async def wake(
+    ident: str,
+    origin: Origin,
+    disks: tuple[Disk, ...],
+    env: Mapping[str, str],
+    *,
+    driver: Driver,
+    places: Places,
+    while_starting: Callable[[], None] = lambda: None,
+    while_waking: Callable[[Machine], None] = lambda _: None,
+) -> Woken:
+    """Clone `origin` into `places.run(ident)` (made already), let it run, and make it a machine of its own.
+
+    `while_starting` is called while the VMM starts, `while_waking` while the guest wakes up: room for a store's
+    writes. Nothing runs any more when this raises (BootError when the guest does not answer in time).
+    """
+    machine: Machine | None = None
+    deadline = clock.wall_s() + CREATE_GRACE_S
+    try:
+        async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+            placement = Placement(ident, places.run(ident), deadline)
+            restoring = asyncio.create_task(driver.restore(origin.snapshot, placement, disks))
+            try:
+                await asyncio.sleep(0)
+                while_starting()
+            finally:
+                machine = await restoring
+            await machine.resume()
+            greeting = asyncio.create_task(contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S))
+            try:
+                await asyncio.sleep(0)
+                while_waking(machine)
+            finally:
+                agent = await greeting
+            boot_id = secrets.token_hex(16)
+            await agent.post_restore(
+                entropy=os.urandom(64),
+                unix_ns=time.time_ns(),
+                hostname=host_name(ident),
+                machine_id=secrets.token_hex(16),
+                boot_id=boot_id,
+                env={**origin.variant.environment, **env},
+            )
+        return Woken(machine, agent, boot_id)
+    except BaseException as error:
+        if machine is not None:
+            with contextlib.suppress(LLM4AgentsError):
+                await asyncio.shield(machine.stop())
+        if isinstance(error, TimeoutError) and not isinstance(error, LLM4AgentsError):
+            raise BootError(
+                f"the clone of {origin.variant.name} did not answer within {limits.RESTORE_TIMEOUT_S:g} s",
+                hint="the host may be overloaded; try again",
+            ) from error
+        raise
+
+
 async def create(
     row: SandboxRow,
     variant: Variant,
@@ -72,58 +147,47 @@ async def create(
     """Clone the template for `row` (not stored yet). On failure nothing is left but a row in state `failed`."""
     began = clock.stamp()
     stored = False
-    machine: Machine | None = None
+
+    def while_starting() -> None:
+        # A server that dies before this line leaves a machine without a row, which the next one ends as it does
+        # one whose row has no record.
+        nonlocal stored
+        store.add(row, began)
+        stored = True
+
     try:
-        run_dir, overlay = places.run(row.id), places.disk(row.id)
-        run_dir.mkdir(mode=0o700)
+        overlay = places.disk(row.id)
+        places.run(row.id).mkdir(mode=0o700)
         overlay.parent.mkdir(mode=0o700)
         disk.clone_overlay(variant.path / "upper.qcow2.empty", overlay)
-        deadline = clock.wall_s() + CREATE_GRACE_S
-        async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
-            restoring = asyncio.create_task(
-                driver.restore(snapshot, Placement(row.id, run_dir, deadline), variant.disks(overlay))
-            )
-            try:
-                # While the VMM starts. A server that dies before this line leaves a machine without a row, which
-                # the next one ends as it does one whose row has no record.
-                await asyncio.sleep(0)
-                store.add(row, began)
-                stored = True
-            finally:
-                machine = await restoring
-            await machine.resume()
-            greeting = asyncio.create_task(contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S))
-            try:
-                await asyncio.sleep(0)
-                store.change(row, record=machine.record.to_json())  # while the guest wakes up
-            finally:
-                agent = await greeting
-            boot_id = secrets.token_hex(16)
-            await agent.post_restore(
-                entropy=os.urandom(64),
-                unix_ns=time.time_ns(),
-                hostname=host_name(row.id),
-                machine_id=secrets.token_hex(16),
-                boot_id=boot_id,
-                env={**variant.environment, **env},
-            )
-        now = clock.stamp()
-        store.transition(row, "running", None, now, boot_id=boot_id, started_at=now.wall_s)
-        live = Live(row, machine, agent, on_deadline, free_bytes, env=dict(env))
-        live.watch_deadlines()
-        return live
+        woken = await wake(
+            row.id,
+            Origin(variant, snapshot),
+            variant.disks(overlay),
+            env,
+            driver=driver,
+            places=places,
+            while_starting=while_starting,
+            while_waking=lambda machine: store.change(row, record=machine.record.to_json()),
+        )
     except BaseException as error:
-        await asyncio.shield(_undo(row, machine, places))
+        places.remove(row.id)
         if stored:
             _record_failure(row, error, store)
-        if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError | TimeoutError):
+        if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
             raise _host_error(error) from error
-        if isinstance(error, TimeoutError) and not isinstance(error, LLM4AgentsError):
-            raise BootError(
-                f"the clone of {row.template} did not answer within {limits.RESTORE_TIMEOUT_S:g} s",
-                hint="the host may be overloaded; try again",
-            ) from error
         raise
+    try:
+        now = clock.stamp()
+        store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
+    except BaseException as error:
+        await asyncio.shield(woken.machine.stop())
+        places.remove(row.id)
+        _record_failure(row, error, store)
+        raise
+    live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
+    live.watch_deadlines()
+    return live
 
 
 def _host_error(error: OSError) -> LLM4AgentsError:
@@ -133,13 +197,6 @@ def _host_error(error: OSError) -> LLM4AgentsError:
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
         return CapacityError(f"the host has no more room: {error.strerror}", hint="end some sandboxes")
     return HostSetupError(f"a sandbox could not be made: {error}", hint="llm4agents doctor")
-
-
-async def _undo(row: SandboxRow, machine: Machine | None, places: Places) -> None:
-    if machine is not None:
-        with contextlib.suppress(LLM4AgentsError):
-            await machine.stop()
-    places.remove(row.id)
 
 
 def _record_failure(row: SandboxRow, error: BaseException, store: Store) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, deadlines, lifecycle
+from llm4agents.engine import clock, contact, deadlines, lifecycle, usage
 from llm4agents.engine.creation import Places
 from llm4agents.engine.live import Live
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm import shim
 from llm4agents.vmm.base import Driver, Machine, MachineRecord
-from llm4agents.vmm.shim import DEADLINE, read_exit
+from llm4agents.vmm.shim import DEADLINE, EXIT, read_exit
 
 log = structlog.get_logger()
 
@@ -110,7 +110,9 @@ def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adop
         )
     else:
         state, reason = "failed", f"the machine {contact.exit_words(ended)}"
-    store.transition(row, state, reason, now, ended_at=now.wall_s, record=None)
+    files = [places.run(row.id) / EXIT, places.disk(row.id)]
+    ran_until = usage.evidence(files, now) if row.state == "running" else now
+    store.transition(row, state, reason, now, ran_until=ran_until, ended_at=now.wall_s, record=None)
     places.remove(row.id)
     log.info("ended", sandbox=row.id, state=state, reason=reason)
 

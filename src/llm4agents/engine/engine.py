@@ -20,8 +20,10 @@ from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.engine import admission, adoption, clock, contact, creation, lifecycle, parts
 from llm4agents.engine.creation import Places
+from llm4agents.engine.feed import Feed
 from llm4agents.engine.live import Live
 from llm4agents.engine.templates import Templates
+from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
     CapacityError,
     HostSetupError,
@@ -67,6 +69,8 @@ class Engine:
         self.driver = QemuDriver(settings)
         self.templates = Templates(settings, self.driver)
         self.places = Places(settings.state, settings.run_dir)
+        self.feed = Feed(store)
+        self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -90,6 +94,8 @@ class Engine:
             self.store, self.driver, self.places, self._on_deadline, self._free_bytes
         ):
             self._enter(live)
+        self.meter.start()
+        self._spawn(self.meter.run())
         self.store.forget_ended(clock.wall_s() - FORGET_S)
 
     async def close(self, *, keep: bool) -> None:
@@ -106,6 +112,7 @@ class Engine:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.feed.close()
         await self.driver.close()
 
     async def _leave(self, live: Live) -> None:
@@ -249,6 +256,7 @@ class Engine:
             with contextlib.suppress(LLM4AgentsError):
                 await live.agent.session.close()
             now = clock.stamp()
+            self.meter.ending(live.row)
             self.places.remove(live.row.id)
             self._unwritten.append(
                 partial(self.store.transition, live.row, state, reason, now, ended_at=now.wall_s, record=None)

@@ -22,7 +22,7 @@ from sqlalchemy import (
     true,
 )
 
-HEAD: Final = "0002"
+HEAD: Final = "0003"
 """The newest migration. Kept here so that opening a store of this version need not import Alembic."""
 
 metadata = MetaData()
@@ -133,4 +133,9 @@ usage = Table(
     Column("from_ns", BigInteger, nullable=False),  # wall clock
     Column("to_ns", BigInteger, nullable=False),
     Column("duration_ns", BigInteger, nullable=False),  # of CLOCK_BOOTTIME: what is charged
+    Column(
+        "event", Integer, nullable=False, server_default="0"
+    ),  # `events.sequence` of the transition that began the state: rows of one stretch have the same
+    Column("end_boottime_ns", BigInteger, nullable=False, server_default="0"),  # where the next row begins
+    Column("host_boot_id", String, nullable=False, server_default=""),  # and the host's boot that is of
 )

@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import Engine, RowMapping, Select, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    RowMapping,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import OperationalError
 
 from llm4agents.errors import CapacityError, ConflictError
@@ -25,6 +37,8 @@ CHECKPOINT_WRITES: Final = 400
 TERMINAL: Final = ("killed", "failed")
 OnTransition: TypeAlias = "Callable[[SandboxRow, str | None, str, str | None, Stamp], None]"
 """(row as it is now, from state or None at its birth, to state, reason, when)"""
+InTransition: TypeAlias = "Callable[[Connection, SandboxRow, Stamp], None]"
+"""(connection, row as it is still, until when that state was one that ran)"""
 Events: TypeAlias = "list[dict[str, Any]]"
 Rows: TypeAlias = "list[SandboxRow]"
 """A method of Store is called `list`."""
@@ -108,6 +122,8 @@ class Store:
         self._writes = 0
         self.on_transition: list[OnTransition] = []
         """Called after each transition has been stored, in the order of registration; must not raise or wait."""
+        self.in_transition: list[InTransition] = []
+        """Called in the transaction of each transition, before its event: what they write stands or falls with it."""
 
     def close(self) -> None:
         self._connection.close()
@@ -125,10 +141,18 @@ class Store:
             told(row, None, row.state, row.reason, stamp)
 
     def transition(
-        self, row: SandboxRow, to_state: str, reason: str | None, stamp: Stamp, **changes: Any
+        self,
+        row: SandboxRow,
+        to_state: str,
+        reason: str | None,
+        stamp: Stamp,
+        *,
+        ran_until: Stamp | None = None,
+        **changes: Any,
     ) -> None:
         """Move `row` to `to_state` with `changes` of other columns, in one transaction with its event; `row` follows.
 
+        `ran_until`: when its machine really ended, if that was before `stamp` (a dead server's successor knows).
         Raises ConflictError when the stored state is not the one `row` has: someone else moved it.
         """
         values, from_state = {**changes, "state": to_state, "reason": reason}, row.state
@@ -141,6 +165,8 @@ class Store:
             )
             if done.rowcount != 1:
                 raise ConflictError(f"{row.id} is no longer {row.state}")
+            for act in self.in_transition:
+                act(self._connection, row, ran_until or stamp)
             self._event(row, row.state, to_state, reason, stamp, boot_id)
         for name, value in values.items():
             setattr(row, name, value)
@@ -194,6 +220,19 @@ class Store:
         with self._connection.begin():
             return [dict(row) for row in self._connection.execute(query).mappings()]
 
+    def events_after(self, after: int, limit: int, sandbox: str | None = None) -> Events:
+        """Transitions of every sandbox (or of one) with an id above `after`, in the order they were written."""
+        query = select(events).where(events.c.id > after).order_by(events.c.id).limit(limit)
+        if sandbox is not None:
+            query = query.where(events.c.sandbox == sandbox)
+        with self._connection.begin():
+            return [dict(row) for row in self._connection.execute(query).mappings()]
+
+    def last_event(self) -> int:
+        """The id of the newest transition, 0 when there is none."""
+        with self._connection.begin():
+            return int(self._connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
+
     def forget_ended(self, before: float) -> int:
         """Delete ended sandboxes whose end was before `before` (wall seconds). Their events stay: money needs them."""
         with self._connection.begin():
@@ -215,6 +254,20 @@ class Store:
         with self._connection.begin():
             self._connection.execute(delete(meta).where(meta.c.key == key))
             self._connection.execute(insert(meta), {"key": key, "value": value})
+
+    # for the other modules of this room
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction; all of it stands or none. Raises CapacityError when the disk is full."""
+        with self._writing():
+            yield self._connection
+        self._writes += 1
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with self._connection.begin():
+            yield self._connection
 
     # keeping the log short
 

@@ -1,0 +1,55 @@
+"""What the node does and has done: /v1/events, /v1/usage, logs of a sandbox, /v1/top, /metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from llm4agents.api import context
+from llm4agents.api.answers import NDJSON, Json, Stream
+
+router = APIRouter()
+
+Cursor = Annotated[int, Query(ge=0, le=2**62)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.get("/v1/events")
+async def events(
+    request: Request,
+    after: Cursor | None = None,
+    follow: bool = False,
+    sandbox: str | None = None,
+    limit: Limit = 100,
+) -> Response:
+    """Transitions behind the cursor `after`; `follow` without one begins with what happens next."""
+    feed = context.of(request).engine.feed
+    if sandbox is not None:
+        context.check_id(sandbox)
+    if follow:
+        start = feed.newest() if after is None else after
+        return Stream(feed.follow(start, sandbox), lines=True, media_type=NDJSON)
+    found = feed.page(after or 0, limit + 1, sandbox)
+    following = found[limit - 1]["id"] if len(found) > limit else None
+    return Json({"data": found[:limit], "next": following})
+
+
+@router.get("/v1/usage")
+async def usage(
+    request: Request,
+    sandbox: str | None = None,
+    after: Cursor = 0,
+    limit: Limit = 1000,
+    totals: bool = False,
+) -> Response:
+    """Rows of usage in the order they were written; what lasts still has a row up to a minute ago."""
+    meter = context.of(request).engine.meter
+    if sandbox is not None:
+        context.check_id(sandbox)
+    if totals:
+        return Json({"data": meter.totals(sandbox)})
+    found = meter.rows(sandbox, after, limit + 1)
+    following = found[limit - 1]["id"] if len(found) > limit else None
+    return Json({"data": found[:limit], "next": following})

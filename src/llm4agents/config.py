@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,38 @@ from llm4agents.errors import InvalidRequestError
 
 _PREFIX = "LLM4AGENTS_"
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWish:
+    """So many machines of one template and shape, resumed ahead."""
+
+    template: str
+    wanted: int
+    vcpus: int = limits.DEFAULT_VCPUS
+    memory_mib: int = limits.DEFAULT_MEMORY_MIB
+
+
+_POOL = re.compile(r"([A-Za-z0-9._-]{1,128})(?:/(\d{1,3})x(\d{1,6}))?=(\d{1,4})")
+
+
+def pool_of(text: str) -> tuple[PoolWish, ...]:
+    """`NAME[/VCPUSxMIB]=N,…` as wishes. Raises ValueError naming the part that cannot be read."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _POOL.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r}: expected NAME=N or NAME/VCPUSxMIB=N")
+        name, vcpus, memory_mib, wanted = match.groups()
+        found.append(
+            PoolWish(
+                name,
+                int(wanted),
+                int(vcpus or limits.DEFAULT_VCPUS),
+                int(memory_mib or limits.DEFAULT_MEMORY_MIB),
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +76,12 @@ class Settings:
     qemu: str = "qemu-system-x86_64"
     server_idle_exit_s: float = limits.SERVER_IDLE_EXIT_S
     log_level: str = "info"
+    memory_commit: float = limits.MEMORY_COMMIT
+    """The part of a guest's memory that admission charges for it; 1 = never promise more than there is."""
+    memory_reserve_mib: int | None = None
+    """Memory that sandboxes leave to the host; None: 5% of it, 512 MiB at least."""
+    pool: tuple[PoolWish, ...] = ()
+    """`LLM4AGENTS_POOL="python=2,base/1x512=1"`: machines kept ready, by template and (optionally) shape."""
 
     @property
     def socket_path(self) -> Path:
@@ -77,6 +116,22 @@ def load(env: Mapping[str, str]) -> Settings:
             raise InvalidRequestError(f"{_PREFIX}{name}={raw!r} is not a number of seconds")
         return value
 
+    def number(name: str, default: float | None, low: float, high: float) -> float | None:
+        raw = text(name)
+        try:
+            value = default if raw is None else float(raw)
+        except ValueError:
+            value = float("nan")
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(f"{_PREFIX}{name}={raw!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    def pool() -> tuple[PoolWish, ...]:
+        try:
+            return pool_of(text("POOL") or "")
+        except ValueError as error:
+            raise InvalidRequestError(f"{_PREFIX}POOL: {error}") from None
+
     def directory(name: str, xdg: str, default: str) -> Path:
         raw = text(name)
         if raw is not None:
@@ -99,6 +154,7 @@ def load(env: Mapping[str, str]) -> Settings:
         run_dir = Path(base) / f"llm4agents-{uid}-{tag}"
     else:
         run_dir = Path(run).absolute()
+    reserve = number("MEMORY_RESERVE_MIB", None, 0, 1 << 30)
     return Settings(
         state=state,
         cache=directory("CACHE", "XDG_CACHE_HOME", ".cache"),
@@ -112,6 +168,9 @@ def load(env: Mapping[str, str]) -> Settings:
         qemu=text("QEMU") or "qemu-system-x86_64",
         server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),
         log_level=text("LOG_LEVEL") or "info",
+        memory_commit=number("MEMORY_COMMIT", limits.MEMORY_COMMIT, 0.01, 1.0) or limits.MEMORY_COMMIT,
+        memory_reserve_mib=None if reserve is None else int(reserve),
+        pool=pool(),
     )
 
 

@@ -54,6 +54,12 @@ DISK_GIB: Final = 5
 VOLUME_SLOTS: Final = 4
 VOLUME_SLOT_BYTES: Final = 1_048_576
 TB_SIZE_MIB: Final = 128
+MEMORY_COMMIT: Final = 0.15
+"""The part of its memory a sandbox is charged at admission: an idle one has touched 3%, one with pandas at work 10%."""
+WAIT_S_MAX: Final = 3_600
+"""How long a create may queue for room."""
+POOL_MAX: Final = 256
+"""Machines kept ready, of all templates together."""
 
 # Defaults of the API
 DEFAULT_TEMPLATE: Final = "python"

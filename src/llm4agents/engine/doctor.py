@@ -16,6 +16,7 @@ from typing import Any
 from llm4agents import binaries, limits
 from llm4agents.config import Settings
 from llm4agents.engine import admission, parts
+from llm4agents.engine import host as hosts
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.images.cache import Cache
 from llm4agents.images.process import PATH
@@ -37,7 +38,8 @@ UNPRIVILEGED = {"newuidmap": "uidmap", "fakeroot": "fakeroot"}
 SLOWDOWN = (
     "code runs about 8 to 13 times slower than native, starting a process 35 times; its kernel is its own"
 )
-NEEDED_MIB = limits.DEFAULT_MEMORY_MIB + limits.TB_SIZE_MIB + admission.VMM_MIB + admission.HEADROOM_MIB
+NEEDED_MIB = limits.DEFAULT_MEMORY_MIB + limits.TB_SIZE_MIB + admission.VMM_MIB + 256
+"""For one that uses all it has, and 256 MiB for the host itself."""
 DISK_BYTES_NEEDED = 8 << 30
 """For building both templates from nothing."""
 
@@ -79,7 +81,7 @@ async def report_async(settings: Settings) -> dict[str, Any]:
         "sandboxes run in software emulation without it",
         required=settings.require_kvm,
     )
-    host = admission.host(_existing(settings.state))
+    host = hosts.host(_existing(settings.state))
     memory_mib = host.memory_available_bytes >> 20
     check(
         "memory",

@@ -18,7 +18,9 @@ import structlog
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.engine import admission, adoption, clock, contact, creation, lifecycle, parts
+from llm4agents.engine import adoption, clock, contact, creation, lifecycle, parts
+from llm4agents.engine import host as hosts
+from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.creation import Places
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.live import Live
@@ -58,6 +60,8 @@ class Wish:
     env: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     require_kvm: bool = False
+    wait_s: float = 0.0
+    """How long to queue for room on a node that is full."""
 
 
 class Engine:
@@ -67,7 +71,13 @@ class Engine:
         self.settings = settings
         self.store = store
         self.driver = QemuDriver(settings)
-        self.templates = Templates(settings, self.driver)
+        self.admission = Admission(
+            Policy(settings.memory_commit, settings.memory_reserve_mib),
+            lambda: hosts.host(settings.state),
+            lambda: self.templates.held_bytes,
+        )
+        store.on_transition.append(self.admission.on_transition)
+        self.templates = Templates(settings, self.driver, self.admission)
         self.places = Places(settings.state, settings.run_dir)
         self.feed = Feed(store)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
@@ -93,6 +103,7 @@ class Engine:
         for live in await adoption.adopt_all(
             self.store, self.driver, self.places, self._on_deadline, self._free_bytes
         ):
+            self.admission.hold(live.row.id, live.row.memory_mib)
             self._enter(live)
         self.meter.start()
         self._spawn(self.meter.run())
@@ -147,18 +158,19 @@ class Engine:
                 hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
             )
         parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
-        admission.admit(admission.host(self.settings.state), wish.memory_mib)
         self._settle()
         self.creating += 1
         creator = asyncio.current_task()
         assert creator is not None
         self._creators.add(creator)
+        ident, live = creation.new_id(), None
         try:
+            await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
             shape = (wish.template, wish.vcpus, wish.memory_mib)
             variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
             now = clock.wall_s()
             row = SandboxRow(
-                id=creation.new_id(),
+                id=ident,
                 template=wish.template,
                 template_key=variant.key,
                 state="creating",
@@ -171,20 +183,23 @@ class Engine:
                 metadata=dict(wish.metadata),
                 accelerator=can.accelerator,
             )
-            live = await creation.create(
-                row,
-                variant,
-                snapshot,
-                wish.env,
-                driver=self.driver,
-                store=self.store,
-                places=self.places,
-                on_deadline=self._on_deadline,
-                free_bytes=self._free_bytes,
-            )
+            async with self.admission.turn():
+                live = await creation.create(
+                    row,
+                    variant,
+                    snapshot,
+                    wish.env,
+                    driver=self.driver,
+                    store=self.store,
+                    places=self.places,
+                    on_deadline=self._on_deadline,
+                    free_bytes=self._free_bytes,
+                )
             self._enter(live)
             return live.row
         finally:
+            if live is None:
+                self.admission.release(ident)
             self._creators.discard(creator)
             self.creating -= 1
             if self.store.checkpoint_due():

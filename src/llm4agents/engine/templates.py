@@ -19,6 +19,7 @@ from typing import Any
 from llm4agents import binaries, limits
 from llm4agents.config import Settings
 from llm4agents.engine import contact, parts
+from llm4agents.engine.admission import Admission
 from llm4agents.engine.parts import Parts, Variant
 from llm4agents.errors import (
     BootError,
@@ -54,13 +55,20 @@ Shape = tuple[str, int, int]
 class Templates:
     """The templates of one cache, for one driver. Remembers what it has verified, so a create looks nothing up."""
 
-    def __init__(self, settings: Settings, driver: Driver) -> None:
+    def __init__(self, settings: Settings, driver: Driver, admission: Admission | None = None) -> None:
+        """`admission` is asked for a build's memory; without one there is no bound but the host's."""
         self.cache = Cache(settings.cache)
+        self._admission = admission
         self._run_dir = settings.run_dir
         self._driver = driver
         self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
         self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
         self._listeners: dict[Shape, list[Progress]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the host that frozen machines take up, each once for all its clones."""
+        return sum(snapshot.memory_bytes for _, snapshot in self._ready.values())
 
     # -- asking for one -----------------------------------------------------------------------------------
 
@@ -285,7 +293,10 @@ class Templates:
         run_dir = self._run_dir / "vm" / ident
         run_dir.mkdir(parents=True, mode=0o700)
         machine: Machine | None = None
+        room = contextlib.AsyncExitStack()
         try:
+            if self._admission is not None:
+                await room.enter_async_context(self._admission.building(ident, boot.memory_mib))
             progress("boot", f"cold boot of {wanted.name}", None)
             # Past this deadline the shim ends a build whose server has died.
             deadline = time.time() + limits.BUILD_TIMEOUT_S
@@ -303,6 +314,7 @@ class Templates:
         finally:
             if machine is not None:
                 await asyncio.shield(machine.stop())
+            await room.aclose()
             shutil.rmtree(run_dir, ignore_errors=True)
 
     @staticmethod

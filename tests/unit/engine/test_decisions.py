@@ -6,12 +6,9 @@ import re
 
 import pytest
 
-from llm4agents import limits
-from llm4agents.engine import admission, contact, creation, deadlines, parts
-from llm4agents.errors import CapacityError, InvalidRequestError
+from llm4agents.engine import contact, creation, deadlines, parts
+from llm4agents.errors import InvalidRequestError
 from llm4agents.vmm.base import Exit
-
-GIB = 1 << 30
 
 
 def due(**changes: float | None) -> tuple[float, str]:
@@ -43,15 +40,6 @@ def test_an_adopted_sandbox_has_been_idle_since_its_deadline_says() -> None:
     assert deadlines.idle_since(**given, kept_wall_s=10_000.0) == 500.0  # it was in use
     assert deadlines.idle_since(**given, kept_wall_s=None) == 500.0
     assert deadlines.idle_since(**given, kept_wall_s=9_900.0) == 500.0, "never in the future"
-
-
-def test_admission_names_what_is_missing() -> None:
-    admission.admit(admission.Host(4 * GIB, 10 * GIB), 1024)
-    with pytest.raises(CapacityError, match="memory") as memory:
-        admission.admit(admission.Host(1 * GIB, 10 * GIB), 1024)
-    assert memory.value.hint is not None
-    with pytest.raises(CapacityError, match="disk"):
-        admission.admit(admission.Host(4 * GIB, limits.DISK_FREE_BYTES_MIN - 1), 1024)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Frozen:
 
     def disks(self, overlay: Path) -> tuple[Disk, ...]:
         root = next(part for part in self.spec.disks if part.slot == "root")
-        return (root, Disk("upper", overlay, "qcow2", False, backing=self.home / "upper.raw"))
+        return (root, Disk("upper", overlay, "qcow2", False, backing=(self.home / "upper.raw",)))
 
 
 async def build_spec(home: Path) -> MachineSpec:

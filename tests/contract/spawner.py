@@ -17,7 +17,7 @@ async def main() -> None:
     name, home, run_dir, overlay, deadline = sys.argv[1], *map(Path, sys.argv[2:5]), float(sys.argv[5])
     snapshot = LOADERS[name](home / "snapshot")
     root = next(disk for disk in snapshot.spec.disks if disk.slot == "root")
-    disks = (root, Disk("upper", overlay, "qcow2", False, backing=home / "upper.raw"))
+    disks = (root, Disk("upper", overlay, "qcow2", False, backing=(home / "upper.raw",)))
     machine = await DRIVERS[name]().restore(snapshot, Placement(run_dir.name, run_dir, deadline), disks)
     await machine.resume()
     await wake(machine)

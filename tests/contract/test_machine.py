@@ -191,7 +191,7 @@ def test_a_kernel_that_is_none_fails_to_boot_in_words(frozen: Frozen) -> None:
     async def test(lab: Lab) -> None:
         nonsense = lab.home / "vmlinux"
         nonsense.write_bytes(b"not a kernel at all" * 1000)
-        upper = Disk("upper", lab.overlay(), "qcow2", False, backing=frozen.home / "upper.raw")
+        upper = Disk("upper", lab.overlay(), "qcow2", False, backing=(frozen.home / "upper.raw",))
         disks = (frozen.spec.disks[0], upper)
         placement = lab.placement()
         with pytest.raises(BootError) as caught:

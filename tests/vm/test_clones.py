@@ -234,7 +234,7 @@ async def draw_in_a_clone(
     """What the drawer draws in a clone of `frozen` once it is thawed."""
     home.mkdir(mode=0o700)
     await disk.make_overlay(disks[1].path, home / "upper.qcow2")
-    overlay = Disk("upper", home / "upper.qcow2", "qcow2", False, backing=disks[1].path)
+    overlay = Disk("upper", home / "upper.qcow2", "qcow2", False, backing=(disks[1].path,))
     place = Placement(f"drawer-{home.name}-{os.getpid()}", home, time.time() + 600)
     machine = await driver.restore(frozen, place, (disks[0], overlay))
     try:

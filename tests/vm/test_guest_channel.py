@@ -77,7 +77,7 @@ async def bench(work: Path) -> AsyncIterator[Bench]:
         initrd=initrd.path,
         disks=(
             Disk("root", rootfs.path, "raw", True),
-            Disk("upper", work / "upper.qcow2", "qcow2", False, backing=work / "upper.raw"),
+            Disk("upper", work / "upper.qcow2", "qcow2", False, backing=(work / "upper.raw",)),
         ),
         kernel_release=kernel.release,
     )

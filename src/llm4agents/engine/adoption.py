@@ -19,7 +19,7 @@ from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm import shim
 from llm4agents.vmm.base import Driver, Machine, MachineRecord
-from llm4agents.vmm.shim import DEADLINE, EXIT, read_exit
+from llm4agents.vmm.shim import EXIT, read_deadline, read_exit
 
 log = structlog.get_logger()
 
@@ -84,13 +84,11 @@ async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:
 
 
 def _idle_since(row: SandboxRow, places: Places) -> float:
-    kept: float | None = None
-    with contextlib.suppress(OSError, ValueError):
-        kept = float((places.run(row.id) / DEADLINE).read_text())
+    kept = read_deadline(places.run(row.id))
     return deadlines.idle_since(
         life_ends_wall_s=row.life_ends_at,
         idle_timeout_s=row.idle_timeout_s,
-        kept_wall_s=kept,
+        kept_wall_s=kept[0] if kept is not None else None,
         boottime_s=clock.boottime_s(),
         wall_s=clock.wall_s(),
     )

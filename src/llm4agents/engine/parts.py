@@ -73,7 +73,7 @@ class Variant:
     def disks(self, overlay: Path) -> tuple[Disk, ...]:
         return (
             Disk("root", self.rootfs, "raw", read_only=True),
-            Disk("upper", overlay, "qcow2", read_only=False, backing=self.path / UPPER),
+            Disk("upper", overlay, "qcow2", read_only=False, backing=(self.path / UPPER,)),
         )
 
 

@@ -44,8 +44,10 @@ class Disk:
     path: Path
     format: Literal["raw", "qcow2"]
     read_only: bool
-    backing: Path | None = None
-    """For qcow2: the file it lies over, so that a jail can let the VMM read it."""
+    backing: tuple[Path, ...] = ()
+    """For qcow2: the files it lies over, nearest first; all but the last are qcow2 too."""
+    base_format: Literal["raw", "qcow2"] = "raw"
+    """Of the last of `backing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A frozen machine on disk: directory with `manifest.json` (written last, atomically), `memory`, `state`.
+    """A frozen machine on disk: directory with `manifest.json` (written last, atomically) and its parts.
+
+    `full` (of `Machine.snapshot`): `memory`, `state`. `diff` (of `Machine.checkpoint`): `pages`, `state`; of use
+    only together with the full one whose digest `base` is.
 
     `identity` (JSON-able, equal strings) says which machines can load it: driver, VMM version, accelerator,
     CPU model and TSC, kernel digest, device layout, memory, vCPUs. A mismatch is a VersionMismatchError.
@@ -89,7 +94,16 @@ class Snapshot:
     spec: MachineSpec
     identity: dict[str, str]
     memory_bytes: int
-    """Bytes of memory that are not zero (what it costs on disk)."""
+    """Bytes of memory that are not zero (what it costs on disk); of a diff, those of its pages."""
+    kind: Literal["full", "diff"] = "full"
+    base: str | None = None
+    """Of a diff: the digest of the full snapshot it differs from."""
+    pages_bytes: int = 0
+    """Of a diff: the size of `pages`."""
+    state_bytes: int = 0
+    """Of a diff: the size of `state`."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """Of a diff: the SHA-256 of each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +167,23 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
+class Checkpoint(Protocol):
+    """What `Machine.checkpoint` copied. Not a pause before `durable` has returned."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def pages_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+
+    async def durable(self) -> Snapshot:
+        """Digest and fsync every part, then write `manifest.json`. Raises CapacityError (directory removed)."""
+
+    async def discard(self) -> None:
+        """Remove the directory. Idempotent."""
+
+
 class Machine(Protocol):
     """A live (or just ended) VMM process. Methods raise ConflictError when its state forbids the call."""
 
@@ -178,8 +209,30 @@ class Machine(Protocol):
         Only a machine from `boot` can be snapshotted this way here (its memory is a shared file).
         """
 
-    async def set_deadline(self, unix: float | None) -> None:
-        """Move the deadline the shim keeps. Takes effect at once, also when it moves nearer."""
+    async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
+        """Copy what differs from `base` of a *paused* machine, cloned from it or resumed over it, into `directory`.
+
+        Returns when everything is copied (not yet durable): from then on the machine may go on. `directory` is
+        made (0700; its parent exists). Raises CapacityError when the host's disk is full, ConflictError when the
+        machine runs or its memory may not be read (`Capabilities.differential_pause`); then `directory` is gone
+        and the machine as it was.
+        """
+
+    async def switch_disk(self, slot: str, overlay: Disk) -> None:
+        """Of a paused machine: writes go to `overlay` from now on.
+
+        `overlay.path` is an empty qcow2 of the same size that the caller made; the file the slot had becomes its
+        read-only backing, complete, and is not written to again.
+        """
+
+    async def flush_disks(self) -> None:
+        """Everything the guest has written is in the files (not fsynced)."""
+
+    async def set_deadline(self, unix: float | None, *, act: Literal["kill", "stop"] = "kill") -> None:
+        """Move the deadline the shim keeps. Takes effect at once, also when it moves nearer.
+
+        `act`: what the shim does then. `stop`: the VMM stands still (SIGSTOP) until it is adopted.
+        """
 
     async def stop(self) -> Exit:
         """End the VMM now (no guest shutdown), wait for it, leave nothing but `run_dir/exit`. Idempotent."""
@@ -221,17 +274,28 @@ class Driver(Protocol):
         known to fail), CapacityError.
         """
 
-    async def restore(self, snapshot: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> Machine:
+    async def restore(
+        self,
+        snapshot: Snapshot,
+        placement: Placement,
+        disks: tuple[Disk, ...],
+        *,
+        diff: Snapshot | None = None,
+    ) -> Machine:
         """Clone: map the snapshot's memory privately, load its state with `disks` in its slots; paused.
 
+        With `diff` (a checkpoint over `snapshot`) the clone gets those pages and that state. Its bytes are
+        checked as they are read, so `diff` may come from `load` without a look at its parts.
         The caller connects the channel, then calls `resume`. Raises VersionMismatchError when this host would
-        make another identity, BootError when it does not load, and what `boot` raises.
+        make another identity or `diff` lies over another snapshot, CorruptSnapshotError when a part of `diff` is
+        not what was written, BootError when it does not load, and what `boot` raises.
         """
 
     async def adopt(self, record: MachineRecord) -> Machine | None:
         """The live machine of that record, or None when it is gone (its exit record, if any, is in run_dir).
 
-        One that lives but cannot be talked to any more is ended first, and None returned.
+        One that its deadline stopped is continued. One that lives but cannot be talked to any more is ended
+        first, and None returned.
         """
 
     async def release(self, snapshot_path: Path) -> None:

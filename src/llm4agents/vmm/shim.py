@@ -13,13 +13,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llm4agents import binaries, limits
 from llm4agents.errors import BootError, HostSetupError
 from llm4agents.vmm.base import Exit
 from llm4agents.vmm.waiting import readable
 
+Act = Literal["kill", "stop"]
 NAME = "llm4agents-shim"
 """Its argv[0] ends in the machine's directory: for `ps`, and for `running`."""
 FIRST_FD = 3
@@ -159,11 +160,20 @@ async def _read_line(fd: int) -> str:
     return text.decode(errors="replace")
 
 
-def write_deadline(run_dir: Path, unix: float | None) -> None:
-    """Set, move or (None) lift the deadline the shim keeps; whole or not at all."""
+def write_deadline(run_dir: Path, unix: float | None, act: Act = "kill") -> None:
+    """Set, move or (None) lift the deadline the shim keeps, and what it does then; whole or not at all."""
     temporary = run_dir / f".{DEADLINE}.{os.getpid()}"
-    temporary.write_text("" if unix is None else f"{unix:.3f}\n")
+    words = "" if unix is None else f"{unix:.3f}{' stop' if act == 'stop' else ''}\n"
+    temporary.write_text(words)
     temporary.rename(run_dir / DEADLINE)
+
+
+def read_deadline(run_dir: Path) -> tuple[float, Act] | None:
+    """The deadline (unix seconds) as it was last written, and what happens then; None when there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = (run_dir / DEADLINE).read_text().split()
+        return float(words[0]), "stop" if words[1:] == ["stop"] else "kill"
+    return None
 
 
 def read_exit(run_dir: Path) -> Exit:

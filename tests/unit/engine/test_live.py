@@ -25,7 +25,7 @@ class Stands:
         self.deadlines: list[float] = []
         self.resumed = 0
 
-    async def set_deadline(self, unix: float) -> None:
+    async def set_deadline(self, unix: float | None, *, act: str = "kill") -> None:
         self.deadlines.append(unix)
 
     async def resume(self) -> None:

@@ -14,7 +14,7 @@ from llm4agents.vmm.base import Disk, Exit, MachineRecord, MachineSpec, Snapshot
 from llm4agents.vmm.qemu import command, machine, probe, snapshot, table
 
 ROOT = Disk("root", Path("/c/root.erofs"), "raw", True)
-UPPER = Disk("upper", Path("/s/upper.qcow2"), "qcow2", False, backing=Path("/c/upper.raw"))
+UPPER = Disk("upper", Path("/s/upper.qcow2"), "qcow2", False, backing=(Path("/c/upper.raw"),))
 SPEC = MachineSpec(
     1, 512, Path("/c/vmlinux"), Path("/c/initrd"), (ROOT, UPPER), "6.1.0-1-cloud-amd64", ("l4.x=1",)
 )

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
@@ -126,7 +126,8 @@ def build(
     """The command that boots `spec` with `disks`, or (`clone`) waits for the state of a snapshot of it.
 
     Descriptor names: `qmp`, `agent` (listening sockets), `memory`, `kernel`, `initrd`, and for each disk its
-    slot and `slot.backing`. Raises InvalidRequestError when the disks do not fit the slots.
+    slot and `slot.backing`, `slot.backing1`… (nearest first). Raises InvalidRequestError when
+    the disks do not fit the slots.
     """
     _check_disks(disks)
     fds = _Fds()
@@ -169,12 +170,19 @@ def _check_disks(disks: Sequence[Disk]) -> None:
             raise InvalidRequestError(
                 f"disk {disk.slot}: `root` is read-only and every other slot is writable"
             )
+        if disk.backing and disk.format != "qcow2":
+            raise InvalidRequestError(f"disk {disk.slot}: only a qcow2 lies over another file")
 
 
 def _files(disk: Disk | None) -> list[str]:
     if disk is None:
         return []
-    return [disk.slot] if disk.backing is None else [disk.slot, f"{disk.slot}.backing"]
+    return [disk.slot, *(backing_name(disk.slot, depth) for depth in range(len(disk.backing)))]
+
+
+def backing_name(slot: str, depth: int) -> str:
+    """The descriptor of the layer `depth` below the one right under the disk's own file."""
+    return f"{slot}.backing{depth or ''}"
 
 
 def _nodes(slot: str, disk: Disk | None, fds: _Fds) -> list[dict[str, Any]]:
@@ -183,22 +191,30 @@ def _nodes(slot: str, disk: Disk | None, fds: _Fds) -> list[dict[str, Any]]:
         # Without read-zeroes a read would show whatever is in QEMU's heap.
         size = limits.VOLUME_SLOT_BYTES
         return [{"driver": "null-co", "node-name": slot, "size": size, "read-zeroes": True}]
+    nodes: list[dict[str, Any]] = []
+    # From the bottom up, by reference, and never by the name the image's header holds: a header is not trusted
+    # with a path.
+    under: str | None = None
+    for depth in reversed(range(len(disk.backing))):
+        name = backing_name(slot, depth)
+        bottom = depth == len(disk.backing) - 1
+        format_ = disk.base_format if bottom else "qcow2"
+        nodes.append(node(name.replace(".", "-"), fds[name], format_, read_only=True, backing=under))
+        under = str(nodes[-1]["node-name"])
+    return [*nodes, node(slot, fds[slot], disk.format, read_only=disk.read_only, backing=under)]
+
+
+def node(
+    name: str, fdset: int, format_: Literal["raw", "qcow2"], *, read_only: bool, backing: str | None = None
+) -> dict[str, Any]:
+    """A block node over the file that descriptor set `fdset` holds; `backing` is the node under it."""
     # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
-    common = {"discard": "unmap", "cache": {"direct": False, "no-flush": True}} if not disk.read_only else {}
-    file = {"driver": "file", "filename": f"/dev/fdset/{fds[slot]}", "read-only": disk.read_only, **common}
-    if disk.format == "raw":
-        return [{**file, "node-name": slot}]
-    node = {"driver": "qcow2", "node-name": slot, "read-only": disk.read_only, **common, "file": file}
-    if disk.backing is None:
-        return [{**node, "backing": None}]
-    # By reference, and never by the name the image's header holds: a header is not trusted with a path.
-    under = {
-        "driver": "file",
-        "node-name": f"{slot}-backing",
-        "filename": f"/dev/fdset/{fds[f'{slot}.backing']}",
-        "read-only": True,
-    }
-    return [under, {**node, "backing": under["node-name"]}]
+    common = {} if read_only else {"discard": "unmap", "cache": {"direct": False, "no-flush": True}}
+    file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", "read-only": read_only, **common}
+    if format_ == "raw":
+        return {**file, "node-name": name}
+    own = {"driver": "qcow2", "node-name": name, "read-only": read_only, **common}
+    return {**own, "file": file, "backing": backing}
 
 
 def layout_digest(spec: MachineSpec, accelerator: Accelerator) -> str:

@@ -123,7 +123,14 @@ class QemuDriver:
             raise
         return machine
 
-    async def restore(self, frozen: Snapshot, placement: Placement, disks: tuple[Disk, ...]) -> QemuMachine:
+    async def restore(
+        self,
+        frozen: Snapshot,
+        placement: Placement,
+        disks: tuple[Disk, ...],
+        *,
+        diff: Snapshot | None = None,
+    ) -> QemuMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
         with contextlib.ExitStack() as stack:
@@ -334,8 +341,8 @@ def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextli
     size_max = 0
     for disk in disks:
         files = [(disk.slot, disk.path, disk.read_only)]
-        if disk.backing is not None:
-            files.append((f"{disk.slot}.backing", disk.backing, True))
+        for depth, path in enumerate(disk.backing):
+            files.append((command.backing_name(disk.slot, depth), path, True))
         for name, path, read_only in files:
             flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
             try:

@@ -27,8 +27,17 @@ from llm4agents.errors import (
 )
 from llm4agents.vmm import procfs
 from llm4agents.vmm import shim as shim_
-from llm4agents.vmm.base import Exit, MachineEvent, MachineRecord, MachineSpec, Snapshot, Stats
-from llm4agents.vmm.qemu import memory, snapshot
+from llm4agents.vmm.base import (
+    Checkpoint,
+    Disk,
+    Exit,
+    MachineEvent,
+    MachineRecord,
+    MachineSpec,
+    Snapshot,
+    Stats,
+)
+from llm4agents.vmm.qemu import disks, memory, snapshot
 from llm4agents.vmm.qemu.qmp import Event, Qmp
 from llm4agents.vmm.waiting import readable
 
@@ -133,9 +142,9 @@ class QemuMachine:
             await self._end
         self._close()
 
-    async def set_deadline(self, unix: float | None) -> None:
+    async def set_deadline(self, unix: float | None, *, act: shim_.Act = "kill") -> None:
         self._check_alive("move the deadline of")
-        shim_.write_deadline(self.record.run_dir, unix)
+        shim_.write_deadline(self.record.run_dir, unix, act)
 
     # -- running and standing still -----------------------------------------------------------------------
 
@@ -298,8 +307,7 @@ class QemuMachine:
             raise ConflictError(
                 "only a machine this server booted can be frozen: a clone's memory is private"
             )
-        if (await self._command("query-status")).get("running"):
-            raise ConflictError(f"the virtual machine {self.record.id} runs: pause it before freezing it")
+        await self._check_still("freeze")
         try:
             await asyncio.to_thread(directory.mkdir, 0o700)
         except FileExistsError:
@@ -315,6 +323,28 @@ class QemuMachine:
                 raise CapacityError(f"the snapshot could not be written: {error}") from error
             raise
         return frozen
+
+    async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
+        await self._check_still("copy")
+        raise ConflictError("not yet")
+
+    async def _check_still(self, act: str) -> None:
+        if (await self._command("query-status")).get("running"):
+            raise ConflictError(
+                f"cannot {act} the virtual machine {self.record.id} while it runs: pause it first"
+            )
+
+    # -- disks --------------------------------------------------------------------------------------------
+
+    async def switch_disk(self, slot: str, overlay: Disk) -> None:
+        await self._check_still("switch a disk of")
+        await disks.switch(self._command, slot, overlay)
+
+    async def flush_disks(self) -> None:
+        running = (await self._command("query-status")).get("running")
+        await self._command("stop")  # stopping, also again, writes out what QEMU holds of every image
+        if running:
+            await self._command("cont")
 
     async def _save_state(self, path: Path) -> None:
         self._migration = asyncio.get_running_loop().create_future()

@@ -1,32 +1,39 @@
-"""A frozen machine on disk: `manifest.json`, `memory` (sparse), `state` (devices). Reading and judging one.
+"""A frozen machine on disk: `manifest.json`, `memory` (sparse) or `pages`, `state` (devices). Reading and judging one.
 
-The manifest is written last and renamed into place, so a directory with one is whole.
+The manifest is written last and renamed into place, so a directory with one is whole. A diff (`Snapshot.kind`)
+has the digests of its parts in it: what it lies over is mapped by every clone and read at every restore, it is
+read once, and damage must not become a machine's memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llm4agents.errors import NotFoundError, VersionMismatchError
+from llm4agents.errors import CorruptSnapshotError, NotFoundError, VersionMismatchError
 from llm4agents.vmm.base import Disk, MachineSpec, Snapshot
 
-MANIFEST, MEMORY, STATE = "manifest.json", "memory", "state"
+MANIFEST, MEMORY, STATE, PAGES = "manifest.json", "memory", "state", "pages"
 FORMAT = 1
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
     """The manifest's body; its paths are where the parts were when it was made, and not needed again."""
     spec = asdict(snapshot.spec)
-    return {
+    body = {
         "format": FORMAT,
         "identity": snapshot.identity,
         "memory_bytes": snapshot.memory_bytes,
         "spec": json.loads(json.dumps(spec, default=str)),
     }
+    if snapshot.kind == "diff":
+        body |= {"kind": "diff", "base": snapshot.base, "parts": snapshot.parts}
+        body |= {"pages_bytes": snapshot.pages_bytes, "state_bytes": snapshot.state_bytes}
+    return body
 
 
 def from_json(path: Path, body: Any) -> Snapshot:
@@ -42,7 +49,17 @@ def from_json(path: Path, body: Any) -> Snapshot:
         spec["kernel_args"] = tuple(spec["kernel_args"])
         spec["kernel"], spec["initrd"] = Path(spec["kernel"]), Path(spec["initrd"])
         identity = {str(name): str(value) for name, value in body["identity"].items()}
-        return Snapshot(path, MachineSpec(**spec), identity, int(body["memory_bytes"]))
+        frozen = Snapshot(path, MachineSpec(**spec), identity, int(body["memory_bytes"]))
+        if body.get("kind", "full") == "full":
+            return frozen
+        return replace(
+            frozen,
+            kind="diff",
+            base=str(body["base"]),
+            parts={name: str(body["parts"][name]) for name in (PAGES, STATE)},
+            pages_bytes=int(body["pages_bytes"]),
+            state_bytes=int(body["state_bytes"]),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise VersionMismatchError(
             f"the manifest of the snapshot {path} cannot be read: {error!r}", hint="build the template again"
@@ -50,8 +67,9 @@ def from_json(path: Path, body: Any) -> Snapshot:
 
 
 def _disk(body: dict[str, Any]) -> Disk:
-    backing = body.get("backing")
-    return Disk(**{**body, "path": Path(body["path"]), "backing": Path(backing) if backing else None})
+    backing = body.get("backing") or ()
+    layers = (backing,) if isinstance(backing, str) else backing  # one path, before there were layers
+    return Disk(**{**body, "path": Path(body["path"]), "backing": tuple(Path(layer) for layer in layers)})
 
 
 def load(path: Path) -> Snapshot:
@@ -69,6 +87,55 @@ def load(path: Path) -> Snapshot:
             f"{path / MANIFEST} is not JSON", hint="build the template again"
         ) from error
     return from_json(path, body)
+
+
+def digest(path: Path) -> str:
+    """What a diff over the full snapshot in `path` calls it.
+
+    Of its manifest and its devices' state: no two machines were ever frozen with equal clocks and timers, so a
+    template built again under the same key is another base. Raises NotFoundError when it is not whole.
+    """
+    found = hashlib.sha256()
+    try:
+        for name in (MANIFEST, STATE):
+            found.update((path / name).read_bytes())
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no whole snapshot in {path}") from error
+    return found.hexdigest()
+
+
+def load_diff(path: Path) -> Snapshot:
+    """The diff in `path`, every byte of it checked. Blocks.
+
+    Raises NotFoundError when there is no manifest, VersionMismatchError when it is of another format,
+    CorruptSnapshotError when a part is missing, short or changed.
+    """
+    found = load(path)
+    if found.kind != "diff":
+        raise VersionMismatchError(f"{path} is a full snapshot, not a diff")
+    for name, size in ((PAGES, found.pages_bytes), (STATE, found.state_bytes)):
+        try:
+            with (path / name).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size:
+                    raise corrupt(path / name, "it was cut off")
+                check_part(found, name, hashlib.file_digest(file, "sha256").hexdigest())
+        except FileNotFoundError as error:
+            raise corrupt(path / name, "it is gone") from error
+    return found
+
+
+def check_part(diff: Snapshot, name: str, digest: str) -> None:
+    """Raises CorruptSnapshotError unless `digest` (hex SHA-256) is what was written down for that part."""
+    if diff.parts.get(name) != digest:
+        raise corrupt(diff.path / name, "its digest is not what was written down")
+
+
+def corrupt(path: Path, why: str) -> CorruptSnapshotError:
+    return CorruptSnapshotError(
+        f"{path} is not what was written: {why}",
+        hint="resume with cold=True starts from the disk alone",
+        part=path.name,
+    )
 
 
 def write_manifest(snapshot: Snapshot) -> None:

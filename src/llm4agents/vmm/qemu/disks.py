@@ -1,0 +1,78 @@
+"""Changing the disk of a live machine: a new layer on top, what was there becomes what lies under it.
+
+Everything goes by descriptor, as on the command line: QEMU may open no file by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import Any, Protocol
+
+from llm4agents.errors import ConflictError, HostSetupError, InvalidRequestError, VmmError
+from llm4agents.vmm.base import Disk
+from llm4agents.vmm.qemu import command
+
+
+class Execute(Protocol):
+    async def __call__(self, command: str, **arguments: Any) -> Any: ...
+
+
+async def switch(execute: Execute, slot: str, overlay: Disk) -> None:
+    """Let `slot` write to `overlay` from now on. The machine stands still and its images are flushed.
+
+    When a step fails the slot writes where it did. Raises InvalidRequestError, HostSetupError (a file cannot be
+    opened) and VmmError.
+    """
+    if overlay.slot != slot or overlay.format != "qcow2" or overlay.read_only or slot not in command.SLOTS:
+        raise InvalidRequestError(f"a writable qcow2 for the slot {slot!r} is wanted, not {overlay}")
+    top = await _top(execute, slot)
+    await execute("stop")  # writes out what QEMU holds of the image
+    # A name of its own: that of the slot stays with the layer that had it first.
+    name = f"{slot}-{secrets.token_hex(4)}"
+    fdset = await _add(execute, overlay.path, os.O_RDWR)
+    await execute("blockdev-add", **command.node(name, fdset, "qcow2", read_only=False))
+    try:
+        if overlay.backing:
+            # QEMU reopens the former top for reading alone, which needs a descriptor that can do no more.
+            await _add(execute, overlay.backing[0], os.O_RDONLY, await _fdset(execute, top))
+        await execute("blockdev-snapshot", node=top, overlay=name)
+    except BaseException:
+        with contextlib.suppress(VmmError):
+            await execute("blockdev-del", node_name=name)
+            await execute("remove-fd", fdset_id=fdset)
+        raise
+
+
+async def _top(execute: Execute, slot: str) -> str:
+    """The node the guest's device writes to now."""
+    for device in await execute("query-block"):
+        if f"/{slot}-dev/" in f"{device.get('qdev', '')}/":
+            name = device.get("inserted", {}).get("node-name")
+            if isinstance(name, str):
+                return name
+    raise ConflictError(f"the machine has no disk in the slot {slot}")
+
+
+async def _fdset(execute: Execute, top: str) -> int:
+    """The set of descriptors the file of node `top` was opened from."""
+    for node in await execute("query-named-block-nodes", flat=True):
+        if node.get("node-name") == top:
+            path, _, number = str(node.get("file", "")).rpartition("/")
+            if path == "/dev/fdset" and number.isdigit():
+                return int(number)
+    raise VmmError(f"QEMU does not say what file its block node {top} has")
+
+
+async def _add(execute: Execute, path: os.PathLike[str], flags: int, fdset: int | None = None) -> int:
+    """Give QEMU the file `path`; returns the number of its set of descriptors."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostSetupError(f"the disk {os.fspath(path)} cannot be opened: {error.strerror}") from error
+    try:
+        given = {} if fdset is None else {"fdset_id": fdset}
+        return int((await execute("add-fd", fd=fd, **given))["fdset-id"])
+    finally:
+        os.close(fd)

@@ -2,19 +2,21 @@
 //! `verbs` are what happens for whom, and what is done is in the modules of the verbs. It blocks in `epoll_wait` with no timeout unless an exec has a deadline.
 
 mod files;
+mod managed;
 mod processes;
 mod verbs;
 
 use crate::cgroup::Sandbox;
 use crate::channel::{Channel, Input};
-use crate::exec::Environment;
+use crate::exec::{Environment, Exec};
 use crate::failure::{Failure, Outcome};
 use crate::frame::{self, Decoder, Event, Frame};
+use crate::managed::Table;
 use crate::msgpack::{self, Value, Writer};
 use crate::out::Out;
 use crate::restore::Names;
 use crate::spawn::Spawner;
-use crate::stream::{Kind, Push, Stream, WINDOW_BYTES_MAX};
+use crate::stream::{Kind, Pull, Push, Stream, WINDOW_BYTES_MAX};
 use crate::sys::{self, Epoll, EDGE, HUP, IN, OUT, PRI, RDHUP};
 use crate::transfer::{Sink, Source};
 use crate::users::Cache;
@@ -43,6 +45,10 @@ const ACCEPT: u64 = 0x11;
 const CHILDREN: u64 = 0x12;
 const WORKERS: u64 = 0x13;
 const FREEZER: u64 = 0x14;
+// Of managed processes, which no session owns: below it the slot.
+const MANAGED_OUT: u64 = 0x20;
+const MANAGED_ERR: u64 = 0x21;
+const MANAGED_IN: u64 = 0x22;
 
 /// What a worker answers.
 enum Done {
@@ -101,6 +107,7 @@ pub struct Agent {
     /// Files that bytes have come in for since input was last looked at.
     filled: Vec<u32>,
     services: Vec<Service>,
+    managed: Table,
     environment: Environment,
     session: u32,
     greeted: bool,
@@ -138,6 +145,7 @@ impl Agent {
             line: VecDeque::new(),
             filled: Vec::new(),
             services: Vec::new(),
+            managed: Table::new(sys::memory_bytes()),
             environment: Vec::new(),
             session: 0,
             greeted: false,
@@ -168,6 +176,7 @@ impl Agent {
                 return Ok(());
             }
             self.expire();
+            self.fill();
             self.produce();
             if self.writable && !self.out.is_empty() {
                 self.out.flush(|bytes| self.channel.write(bytes))?;
@@ -180,13 +189,14 @@ impl Agent {
     }
 
     fn timeout_ms(&self) -> i32 {
-        if self.readable || (!self.line.is_empty() && self.out.room()) {
+        if self.readable || !self.managed.ready.is_empty() || (!self.line.is_empty() && self.out.room()) {
             return 0;
         }
         let deadlines = self.streams.values().filter_map(|stream| match &stream.kind {
             Kind::Exec(exec) => exec.wake_at(),
             _ => None,
         });
+        let deadlines = deadlines.chain(self.managed.waking());
         deadlines.min().map_or(-1, |deadline| {
             let ms = deadline.saturating_duration_since(Instant::now()).as_millis() + 1;
             i32::try_from(ms).unwrap_or(i32::MAX)
@@ -212,6 +222,7 @@ impl Agent {
                 }
             }
             FREEZER => self.freezer(),
+            part @ (MANAGED_OUT | MANAGED_ERR | MANAGED_IN) => self.managed_event(token as u32, part, events),
             part if token >> 40 == u64::from(self.session & 0xFF_FFFF) => self.stream_event(token as u32, part, events),
             _ => {}
         }
@@ -277,9 +288,10 @@ impl Agent {
         self.greeted = false;
         self.out.end();
         self.line.clear();
-        for (_, stream) in std::mem::take(&mut self.streams) {
-            self.discard(stream);
+        for (id, stream) in std::mem::take(&mut self.streams) {
+            self.discard(id, stream);
         }
+        self.managed.end_session();
     }
 
     fn frame(&mut self, frame: Frame) {
@@ -302,15 +314,41 @@ impl Agent {
                     self.enqueue(id);
                 }
             }
-            (frame::CANCEL, _) => self.fail(id, &Failure::new("cancelled", "cancelled by the host")),
+            (frame::CANCEL, _) => {
+                if let Some(exec) = self.managed_exec(id) {
+                    exec.kill();
+                }
+                self.fail(id, &Failure::new("cancelled", "cancelled by the host"));
+            }
             (frame::SIGNAL, _) => {
-                if let (Some(Kind::Exec(exec)), [signal @ 1..=64]) =
-                    (self.streams.get(&id).map(|s| &s.kind), frame.payload)
-                {
-                    exec.signal(i32::from(*signal));
+                let &[signal @ 1..=64] = frame.payload else { return };
+                match self.streams.get(&id).map(|stream| &stream.kind) {
+                    Some(Kind::Exec(exec)) => exec.signal(signal.into()),
+                    _ => {
+                        if let Some(exec) = self.managed_exec(id) {
+                            exec.signal(signal.into());
+                        }
+                    }
+                }
+            }
+            (frame::RESIZE | frame::DETACH, _) => {
+                let Some(Kind::Attach(slot)) = self.streams.get(&id).map(|stream| &stream.kind) else { return };
+                let slot = *slot;
+                if frame.kind == frame::RESIZE {
+                    self.resize(slot, frame.payload);
+                } else {
+                    self.detach(id, slot);
                 }
             }
             _ => {}
+        }
+    }
+
+    /// The process that a stream is attached to.
+    fn managed_exec(&mut self, id: u32) -> Option<&Exec> {
+        match self.streams.get(&id)?.kind {
+            Kind::Attach(slot) => self.managed.get(slot).map(|managed| &managed.exec),
+            _ => None,
         }
     }
 
@@ -326,8 +364,8 @@ impl Agent {
             };
             ack.str("version").int(1).str("agent").str(crate::VERSION);
             ack.str("boot_id").str(self.machine.as_ref().map_or("", |machine| &machine.boot_id));
-            ack.str("capabilities").begin_array(2 + machine.len());
-            ack.str("service").str("connect");
+            ack.str("capabilities").begin_array(3 + machine.len());
+            ack.str("service").str("connect").str("managed");
             for name in machine {
                 ack.str(name);
             }
@@ -356,6 +394,10 @@ impl Agent {
                 push.pending.extend_from_slice(bytes);
                 0
             }
+            Kind::Attach(slot) => {
+                let slot = *slot;
+                return self.attached_data(id, slot, bytes);
+            }
             Kind::Pull(_) | Kind::Job | Kind::Freeze { .. } => bytes.len(),
         };
         self.consumed(id, done);
@@ -367,6 +409,10 @@ impl Agent {
             Some(Kind::Exec(exec)) => exec.inlet.eof = true,
             Some(Kind::Connect(connection)) => connection.host_eof(),
             Some(Kind::Push(push)) => push.eof = true,
+            Some(Kind::Attach(slot)) => {
+                let slot = *slot;
+                return self.attached_eof(id, slot);
+            }
             _ => {}
         }
         self.settle_input(id);
@@ -404,7 +450,11 @@ impl Agent {
         };
         match opened {
             Ok(Opened::Stream(kind)) => {
+                let at_once = matches!(kind, Kind::Attach(_) | Kind::Pull(Pull { source: Some(_), .. }));
                 self.streams.insert(id, Stream::new(kind));
+                if at_once {
+                    self.enqueue(id);
+                }
                 // What was decided while it was being opened had no stream to tell.
                 if matches!(self.streams[&id].kind, Kind::Freeze { .. }) {
                     self.freezer();
@@ -421,19 +471,19 @@ impl Agent {
     fn end(&mut self, id: u32, payload: &[u8]) {
         if let Some(stream) = self.streams.remove(&id) {
             self.out.push(id, frame::END, 0, payload);
-            self.discard(stream);
+            self.discard(id, stream);
         }
     }
 
     fn fail(&mut self, id: u32, failure: &Failure) {
         if let Some(stream) = self.streams.remove(&id) {
             self.out.push(id, frame::ERROR, 0, &failure.encode());
-            self.discard(stream);
+            self.discard(id, stream);
         }
     }
 
     /// Let go of what a stream held, and end what it did.
-    fn discard(&mut self, stream: Stream) {
+    fn discard(&mut self, id: u32, stream: Stream) {
         match stream.kind {
             Kind::Exec(mut exec) => {
                 if exec.ended.is_none() {
@@ -443,6 +493,7 @@ impl Agent {
                     machine.sandbox.give(leaf);
                 }
             }
+            Kind::Attach(slot) => self.managed.leave(slot, id),
             // Unlinking what was half written can take the disk's time.
             Kind::Push(Push { sink: Some(sink), user, .. }) => self.workers.submit(0, move || {
                 let _ = crate::files::become_user(&user); // without its rights the file may stay
@@ -505,7 +556,7 @@ impl Agent {
             let more = match &mut stream.kind {
                 Kind::Exec(exec) => {
                     let more = exec.pump(&mut self.out, id, &mut stream.credit);
-                    if let Some(end) = exec.end() {
+                    if let Some(end) = exec.end(None) {
                         self.end(id, &end);
                         continue;
                     }
@@ -530,6 +581,10 @@ impl Agent {
                             continue;
                         }
                     }
+                }
+                Kind::Attach(slot) => {
+                    let slot = *slot;
+                    self.pump_attached(id, slot)
                 }
                 Kind::Pull(_) => self.pull(id),
                 Kind::Push(_) | Kind::Job | Kind::Freeze { .. } => false,

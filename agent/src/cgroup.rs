@@ -102,7 +102,7 @@ impl Sandbox {
         // SAFETY: a C string and plain integers.
         sys::cvt(unsafe { libc::mkdirat(self.dir.as_raw_fd(), path.as_ptr(), 0o755) })?;
         let (dir, events) = open(self.dir.as_raw_fd(), &name)?;
-        let _ = put(dir.as_raw_fd(), "pids.max", &(self.pids_max / 2).to_string());
+        let _ = put(dir.as_raw_fd(), "pids.max", &(self.pids_max / 2).max(1).to_string());
         Ok(Leaf { name, dir, events })
     }
 
@@ -145,6 +145,18 @@ impl Sandbox {
 
     pub fn events_fd(&self) -> RawFd {
         self.events.as_raw_fd()
+    }
+
+    /// Change what all processes together may have; None leaves it as it is.
+    pub fn limit(&mut self, pids: Option<u64>, memory_bytes: Option<u64>) -> io::Result<()> {
+        if let Some(pids) = pids {
+            put(self.dir.as_raw_fd(), "pids.max", &pids.to_string())?;
+            self.pids_max = pids;
+            for leaf in &self.idle {
+                let _ = put(leaf.dir.as_raw_fd(), "pids.max", &(pids / 2).max(1).to_string());
+            }
+        }
+        memory_bytes.map_or(Ok(()), |bytes| put(self.dir.as_raw_fd(), "memory.max", &bytes.to_string()))
     }
 
     pub fn processes(&self) -> i64 {

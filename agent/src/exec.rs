@@ -56,6 +56,9 @@ pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Env
         variables.extend(own.map(|(name, value)| (name.as_bytes(), value)));
         defaults.iter().for_each(|(name, value)| set(&mut variables, name, value));
     }
+    if *request.get("tty") != Value::Nil {
+        set(&mut variables, b"TERM", request.get("tty").get("term").bytes().unwrap_or(b"xterm-256color"));
+    }
     asked.iter().for_each(|(name, value)| set(&mut variables, name, value));
 
     let nul = || Failure::invalid("an argument or path holds a NUL");
@@ -84,7 +87,7 @@ pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Env
         wanted => cwd.push(&[crate::files::path(wanted)?.as_os_str().as_encoded_bytes_compat()]).ok_or_else(nul)?,
     }
     let identity = switch.then_some(Identity { uid: user.uid, gid: user.gid, groups: &user.groups });
-    Ok(Command { argv, env, files, cwd, identity, fds: [-1; 3], cgroup: None })
+    Ok(Command { argv, env, files, cwd, identity, fds: [-1; 3], terminal: false, cgroup: None })
 }
 
 /// `OsStr::as_encoded_bytes` came after our oldest compiler.
@@ -212,13 +215,15 @@ impl Exec {
         more
     }
 
-    /// The payload of END, once the leader has exited and the pipes are at their ends.
-    pub fn end(&self) -> Option<Vec<u8>> {
-        let ended = self.ended.as_ref()?;
-        if self.outlets.iter().any(|outlet| outlet.fd.is_some()) {
-            return None;
-        }
-        let mut end = Writer::map(5);
+    /// How it ended, once the leader has exited and the pipes are at their ends.
+    pub fn over(&self) -> Option<&Ended> {
+        self.ended.as_ref().filter(|_| self.outlets.iter().all(|outlet| outlet.fd.is_none()))
+    }
+
+    /// The payload of END, once it is over; of a managed process with the `offset` of its output's end.
+    pub fn end(&self, offset: Option<u64>) -> Option<Vec<u8>> {
+        let ended = self.over()?;
+        let mut end = Writer::map(5 + usize::from(offset.is_some()));
         end.str("exit_code").opt_int(ended.exit_code.map(i64::from)).str("signal").opt_int(ended.signal.map(i64::from));
         end.str("timed_out")
             .bool(self.timed_out)
@@ -226,6 +231,9 @@ impl Exec {
             .int(ended.user_ms)
             .str("system_ms")
             .int(ended.system_ms);
+        if let Some(offset) = offset {
+            end.str("offset").int(offset as i64);
+        }
         Some(end.0)
     }
 }

@@ -27,6 +27,8 @@ pub const EVENT: u8 = 12;
 pub const QUIESCE: u8 = 13;
 pub const QUIESCED: u8 = 14;
 pub const UNQUIESCE: u8 = 15;
+pub const RESIZE: u8 = 16;
+pub const DETACH: u8 = 17;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {

@@ -3,7 +3,7 @@
 //! - pure: `frame` (bytes to frames), `msgpack` (maps in frames), `failure` (the errors of the protocol);
 //! - the loop: `agent` (one thread, one epoll), `out` (what is queued for the host), `channel` (the byte stream),
 //!   `stream` (what one stream is doing), `worker` (threads for file calls, which can block);
-//! - verbs: `exec` + `spawn`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
+//! - verbs: `exec` + `spawn`, `managed` + `log` + `pty`, `ports`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
 //! - the machine: `init` (PID 1's duties), `cgroup`, `users`, `sys` (system calls std lacks).
 //!
 //! The rules: nothing polls on a timer, everything has a bound, the exec path starts no thread, and nothing the
@@ -18,9 +18,13 @@ pub mod failure;
 pub mod files;
 pub mod frame;
 pub mod init;
+pub mod log;
+pub mod managed;
 pub mod metrics;
 pub mod msgpack;
 pub mod out;
+pub mod ports;
+pub mod pty;
 pub mod restore;
 pub mod spawn;
 pub mod stream;

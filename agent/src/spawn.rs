@@ -53,6 +53,8 @@ pub struct Command<'a> {
     pub identity: Option<Identity<'a>>,
     /// stdin, stdout, stderr; each above 2.
     pub fds: [RawFd; 3],
+    /// Whether they are a terminal, which becomes its controlling one.
+    pub terminal: bool,
     /// The cgroup (a directory) to be born into.
     pub cgroup: Option<RawFd>,
 }
@@ -76,6 +78,7 @@ struct Child {
     groups: *const u32,
     groups_len: usize,
     fds: [RawFd; 3],
+    terminal: bool,
     errno: c_int,
     step: Step,
 }
@@ -135,6 +138,7 @@ impl Spawner {
             groups: command.identity.as_ref().map_or(ptr::null(), |who| who.groups.as_ptr()),
             groups_len: command.identity.as_ref().map_or(0, |who| who.groups.len()),
             fds: command.fds,
+            terminal: command.terminal,
             errno: 0,
             step: Step::Setup,
         };
@@ -268,6 +272,9 @@ unsafe fn become_program(child: &mut Child) -> io::Result<()> {
     for (to, from) in child.fds.iter().enumerate() {
         raw(libc::syscall(libc::SYS_dup3, *from, to as c_int, 0))?;
     }
+    if child.terminal {
+        raw(libc::syscall(libc::SYS_ioctl, 0usize, libc::TIOCSCTTY, 0usize))?;
+    }
     if child.identity {
         raw(libc::syscall(libc::SYS_setgroups, child.groups_len, child.groups))?;
         raw(libc::syscall(libc::SYS_setresgid, child.gid, child.gid, child.gid))?;
@@ -324,6 +331,7 @@ mod tests {
             cwd: strings(&[cwd]),
             identity: None,
             fds: [null.as_raw_fd(), writer.as_raw_fd(), null.as_raw_fd()],
+            terminal: false,
             cgroup: None,
         };
         let pid = Spawner::new(false)

@@ -33,6 +33,8 @@ pub struct Stream {
 pub enum Kind {
     Exec(Exec),
     Connect(Connection),
+    /// Somebody who watches a managed process: its slot.
+    Attach(u32),
     Pull(Pull),
     Push(Push),
     /// A worker will answer.
@@ -128,6 +130,8 @@ pub struct Outlet {
     /// Whether small pieces are gathered (HOLD): for what a process prints, not for what answers a request.
     gather: bool,
     hold: Option<Instant>,
+    /// A terminal: a short read does not mean that nothing is left, nor does its count of what waits tell all.
+    terminal: bool,
 }
 
 pub enum Flow {
@@ -142,7 +146,17 @@ pub enum Flow {
 
 impl Outlet {
     pub fn new(fd: OwnedFd, channel: u8, gather: bool) -> Self {
-        Self { fd: Some(fd), channel, ready: false, hup: false, left: None, gather, hold: None }
+        Self { fd: Some(fd), channel, ready: false, hup: false, left: None, gather, hold: None, terminal: false }
+    }
+
+    pub fn of_terminal(fd: OwnedFd, channel: u8) -> Self {
+        Self { terminal: true, ..Self::new(fd, channel, true) }
+    }
+
+    /// One that has ended before it began.
+    pub fn closed(channel: u8) -> Self {
+        let (fd, left, hold) = (None, None, None);
+        Self { fd, channel, ready: false, hup: false, left, gather: false, hold, terminal: false }
     }
 
     pub fn event(&mut self, events: u32) {
@@ -158,36 +172,49 @@ impl Outlet {
     /// Nobody is waited for any more: deliver what is there and end.
     pub fn cut(&mut self) {
         if let Some(fd) = &self.fd {
-            self.left = Some(sys::readable_bytes(fd.as_raw_fd()));
+            self.left = Some(if self.terminal { PAYLOAD_MAX } else { sys::readable_bytes(fd.as_raw_fd()) });
             self.ready = true;
         }
     }
 
-    /// Move at most one frame.
+    /// Move at most one frame to the host.
     pub fn pump(&mut self, out: &mut Out, stream: u32, credit: &mut u64) -> Flow {
+        let channel = self.channel;
+        let mut moved = 0;
+        let flow = self.pump_into(*credit, |fd, max| {
+            out.data_from(fd, stream, channel, max).map(|n| {
+                moved = n as u64;
+                n
+            })
+        });
+        *credit -= moved;
+        flow
+    }
+
+    /// Move at most one frame's worth, and `room` bytes, to where `read` takes it.
+    pub fn pump_into(&mut self, room: u64, mut read: impl FnMut(RawFd, usize) -> io::Result<usize>) -> Flow {
         let Some(fd) = self.fd.as_ref().filter(|_| self.ready).map(AsRawFd::as_raw_fd) else { return Flow::Dry };
         if self.held().is_some_and(|until| until > Instant::now()) {
             return Flow::Dry;
         }
         self.hold = None;
         let max = self.left.unwrap_or(PAYLOAD_MAX).min(PAYLOAD_MAX);
-        if max == 0 || (*credit == 0 && self.hup && sys::readable_bytes(fd) == 0) {
+        if max == 0 || (room == 0 && self.hup && !self.terminal && sys::readable_bytes(fd) == 0) {
             self.fd = None;
             return Flow::Ended;
         }
-        if *credit == 0 {
+        if room == 0 {
             return Flow::Dry;
         }
-        let max = max.min(*credit as usize);
-        let dry = match out.data_from(fd, stream, self.channel, max) {
+        let max = max.min(usize::try_from(room).unwrap_or(usize::MAX));
+        let dry = match read(fd, max) {
             Ok(0) => {
                 self.fd = None;
                 return Flow::Ended;
             }
             Ok(n) => {
-                *credit -= n as u64;
                 self.left = self.left.map(|left| left.saturating_sub(n));
-                n < max && !self.hup
+                n < max && !self.hup && !self.terminal
             }
             Err(error) if sys::interrupted(&error) => false,
             Err(error) if sys::would_block(&error) => true,

@@ -217,6 +217,13 @@ pub fn keep_memory() {
     }
 }
 
+/// Of this machine.
+pub fn memory_bytes() -> u64 {
+    // SAFETY: plain integers.
+    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    pages.max(0) as u64 * size.max(0) as u64
+}
+
 pub fn euid() -> u32 {
     // SAFETY: cannot fail.
     unsafe { libc::geteuid() }

@@ -32,6 +32,9 @@ EXEC_GRACE_S: Final = 5.0
 CODE_MESSAGE_BYTES_MAX: Final = 33_554_432
 CODE_INTERRUPT_GRACE_S: Final = 5.0
 """How long an interrupted cell has to end before its worker is replaced."""
+PROCESSES_MAX: Final = 1_024 + 256
+"""Managed processes of a sandbox: those that run, and those that have ended and are not forgotten."""
+PROCESS_LIST_BYTES_MAX: Final = 8_388_608
 
 # Boot and clone
 BOOT_TIMEOUT_S: Final = 90.0

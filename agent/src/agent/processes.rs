@@ -4,7 +4,9 @@ use super::{pid_map, Agent, Opened, Service, STDERR, STDIN, STDOUT};
 use crate::exec::{self, Exec};
 use crate::failure::{at, Failure, Outcome};
 use crate::frame;
+use crate::managed::Wanted;
 use crate::msgpack::{Value, Writer};
+use crate::pty::Pty;
 use crate::stream::{Inlet, Kind, Outlet};
 use crate::sys::{self, EDGE, IN, OUT};
 use std::io;
@@ -26,18 +28,35 @@ impl Agent {
             _ => return Err(Failure::invalid("restore_signal is 1 to 64")),
         };
         let is_service = *service != Value::Nil;
+        let wanted = if is_service { None } else { Wanted::parse(request)? };
+        if let Some(wanted) = &wanted {
+            self.managed.admit(&wanted.id)?;
+        }
+        let terminal = match wanted.as_ref().and_then(|wanted| wanted.terminal) {
+            Some((rows, columns)) => {
+                Some(Pty::open(rows, columns, switch.then_some(user.uid)).map_err(at("open a terminal"))?)
+            }
+            None => None,
+        };
         let leaf = match &mut self.machine {
             Some(machine) => Some(machine.sandbox.take().map_err(at("make a cgroup"))?),
             None => None,
         };
         command.cgroup = leaf.as_ref().map(crate::cgroup::Leaf::fd);
+        command.terminal = terminal.is_some();
         let null = self.null.as_raw_fd();
-        let wants_stdin = request.get("stdin").bool(false) && !is_service;
+        let pipes = !is_service && terminal.is_none();
+        let wants_stdin = request.get("stdin").bool(false) && pipes;
         let pipe = |want: bool| if want { sys::pipe().map(Some).map_err(at("pipe")) } else { Ok(None) };
-        let (stdin, stdout, stderr) = (pipe(wants_stdin)?, pipe(!is_service)?, pipe(!is_service)?);
+        let (stdin, stdout, stderr) = (pipe(wants_stdin)?, pipe(pipes)?, pipe(pipes)?);
         let end = |pipe: Option<&OwnedFd>| pipe.map_or(null, AsRawFd::as_raw_fd);
-        command.fds =
-            [end(stdin.as_ref().map(|p| &p.0)), end(stdout.as_ref().map(|p| &p.1)), end(stderr.as_ref().map(|p| &p.1))];
+        command.fds = match &terminal {
+            Some(terminal) => [terminal.slave.as_raw_fd(); 3],
+            None => {
+                let (stdin, stdout, stderr) = (stdin.as_ref(), stdout.as_ref(), stderr.as_ref());
+                [end(stdin.map(|p| &p.0)), end(stdout.map(|p| &p.1)), end(stderr.map(|p| &p.1))]
+            }
+        };
 
         let pid = match self.spawner.spawn(&command) {
             Ok(pid) => pid,
@@ -48,23 +67,35 @@ impl Agent {
                 return Err(exec::failed(request, step, &error));
             }
         };
-        let (Some(stdout), Some(stderr)) = (stdout, stderr) else {
-            let name = service.get("name").bytes().unwrap_or_default().to_vec();
-            self.services.push(Service { name, pid, restore_signal });
-            return Ok(Opened::Done(pid_map(pid), pid_map(pid)));
+        let (stdin, outlets) = match (terminal, stdout, stderr) {
+            (Some(Pty { master, .. }), ..) => {
+                (master.try_clone().ok(), [Outlet::of_terminal(master, 1), Outlet::closed(2)])
+            }
+            (None, Some(stdout), Some(stderr)) => {
+                (stdin.map(|(_, writer)| writer), [Outlet::new(stdout.0, 1, true), Outlet::new(stderr.0, 2, true)])
+            }
+            _ => {
+                let name = service.get("name").bytes().unwrap_or_default().to_vec();
+                self.services.push(Service { name, pid, restore_signal });
+                return Ok(Opened::Done(pid_map(pid), pid_map(pid)));
+            }
         };
         let mut exec = Exec {
             pid,
             leaf,
             group_kill: request.get("group_kill").bool(true),
-            stdin: stdin.map(|(_, writer)| writer),
+            stdin,
             inlet: Inlet::default(),
-            outlets: [Outlet::new(stdout.0, 1, true), Outlet::new(stderr.0, 2, true)],
+            outlets,
             ended: None,
             timed_out: false,
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             turn: 1,
         };
+        if let Some(wanted) = wanted {
+            let info = Self::info(request, &wanted, &user, exec.stdin.is_some());
+            return self.manage(id, info, exec, &wanted);
+        }
         if let Err(error) = self.watch(id, &mut exec) {
             exec.kill();
             return Err(Failure::io(&error, "watch a process"));
@@ -100,7 +131,13 @@ impl Agent {
             if let Some((id, exec)) = exec {
                 exec.reaped(ended);
                 self.enqueue(id);
-            } else if let Some(at) = self.services.iter().position(|service| service.pid == ended.pid) {
+                continue;
+            }
+            if let Some(slot) = self.managed.reaped(ended) {
+                self.managed.enqueue(slot);
+                continue;
+            }
+            if let Some(at) = self.services.iter().position(|service| service.pid == ended.pid) {
                 let service = self.services.swap_remove(at);
                 let mut event = Writer::map(4);
                 event.str("event").str("service_exited").str("name").bytes(&service.name);
@@ -128,5 +165,15 @@ impl Agent {
             }
         }
         woken.into_iter().for_each(|id| self.enqueue(id));
+        let mut woken = Vec::new();
+        for (slot, managed) in self.managed.running() {
+            let Some(at) = managed.wake_at() else { continue };
+            let now = *now.get_or_insert_with(Instant::now);
+            if at <= now {
+                managed.exec.wake(now);
+                woken.push(*slot);
+            }
+        }
+        woken.into_iter().for_each(|slot| self.managed.enqueue(slot));
     }
 }

@@ -31,6 +31,12 @@ impl Agent {
                 }
                 Ok(Opened::Stream(Kind::Connect(connection)))
             }
+            b"attach" => self.attach(id, request),
+            b"processes" => Ok(self.processes(id)),
+            b"signal" => self.signal_managed(request).and_then(|()| done(empty_map())),
+            b"forget" => self.forget(request).and_then(|()| done(empty_map())),
+            b"ports" => done(crate::ports::reply()),
+            b"limits" => self.limits(request).and_then(|()| done(empty_map())),
             b"metrics" => done(crate::metrics::reply(self.machine.as_ref().map(|machine| &machine.sandbox))),
             b"ping" => done(empty_map()),
             b"set_env" => {

@@ -52,6 +52,10 @@ _FILE_VERBS = frozenset({"read", "write", "stat", "list", "mkdir", "move", "remo
 _MACHINE_VERBS = frozenset(
     {"metrics", "set_time", "freeze", "thaw", "post_restore", "set_env", "poweroff", "ping"}
 )
+_CAPABILITIES: Final = {
+    **dict.fromkeys(("attach", "processes", "signal", "forget", "ports", "limits"), "managed"),
+}
+"""The verbs of version 1 that came after it, and what an agent that has them says in its HELLO_ACK."""
 _V1_VERBS = _FILE_VERBS | _MACHINE_VERBS | {"exec", "connect"}
 
 
@@ -113,7 +117,7 @@ class Session:
         self._out_bytes = 0
         self._flush_due = self._writer_armed = False
         self._due_credit: dict[int, int] = {}
-        self._due_cancel: list[int] = []
+        self._due_cancel: list[tuple[int, FrameType]] = []
         self._turn = asyncio.Lock()
         self._drained, self._quieted = Signal(), Signal()
         self._quiescing = self._quiesced = False
@@ -241,7 +245,9 @@ class Session:
         Raises CapacityError when too many are open, VersionMismatchError when the agent is too old for the
         verb, InvalidRequestError when the arguments do not fit a frame.
         """
-        if verb not in self.dialect.verbs:
+        if (capability := _CAPABILITIES.get(verb)) is not None:
+            self.need(capability, verb)
+        elif verb not in self.dialect.verbs:
             raise VersionMismatchError(
                 f"the guest's agent speaks protocol {self.dialect.version}, which has no {verb!r}",
                 hint="build the template again",
@@ -267,16 +273,24 @@ class Session:
             self.put(stream.id, FrameType.CREDIT, 0, extra.to_bytes(4, "little"))
         return stream
 
+    def need(self, capability: str, what: str) -> None:
+        """Raises VersionMismatchError when the agent, older than `what`, lacks what it takes."""
+        if capability not in self.hello.capabilities:
+            raise VersionMismatchError(
+                f"the guest's agent ({self.hello.agent}) is too old for {what!r}",
+                hint="a sandbox of a template that was built anew has it",
+            )
+
     def give_credit(self, ident: int, count: int) -> None:
         """Let the agent send `count` more on a stream; goes out with the next write."""
         self._due_credit[ident] = self._due_credit.get(ident, 0) + count
         self._flush_soon()
 
-    def cancel_stream(self, ident: int) -> None:
-        """Tell the agent to end a stream. Frames of it that are under way are still accepted."""
+    def leave_stream(self, ident: int, how: FrameType) -> None:
+        """Tell the agent to end a stream, by CANCEL or DETACH. Frames of it that are under way are still accepted."""
         self._due_credit.pop(ident, None)
         if ident in self._streams:
-            self._due_cancel.append(ident)
+            self._due_cancel.append((ident, how))
             self._flush_soon()
 
     # Quiesce.
@@ -353,9 +367,9 @@ class Session:
         for ident, count in credit.items():
             if ident in self._streams:
                 self.put(ident, FrameType.CREDIT, 0, count.to_bytes(4, "little"))
-        for ident in cancel:
+        for ident, how in cancel:
             if ident in self._streams:
-                self.put(ident, FrameType.CANCEL)
+                self.put(ident, how)
 
     def _flush(self) -> None:
         self._flush_due = False

@@ -39,6 +39,8 @@ class FrameType(IntEnum):
     QUIESCE = 13
     QUIESCED = 14
     UNQUIESCE = 15
+    RESIZE = 16
+    DETACH = 17
 
 
 class Frame(NamedTuple):

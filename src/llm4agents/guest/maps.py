@@ -166,6 +166,21 @@ class Fields:
     def maybe_name(self, name: str) -> str | None:
         return None if self._body.get(name) is None else self.name(name)
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of words kept byte for byte, as `name` does."""
+        value = self._body.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, str | bytes) for item in value):
+            raise self._wrong(name, "a list of names")
+        return tuple(
+            item if isinstance(item, str) else item.decode("utf-8", "surrogateescape") for item in value
+        )
+
+    def maps(self, name: str) -> list[Fields]:
+        value = self._body.get(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, "a list of maps")
+        return [Fields(item, name) for item in value]
+
     def texts(self, name: str, chars_max: int = 64) -> tuple[str, ...]:
         value = self._body.get(name, ())
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):

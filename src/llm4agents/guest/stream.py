@@ -71,6 +71,8 @@ def agent_error(payload: bytes, subject: str | None) -> LLM4AgentsError:
         kind = InvalidRequestError
     elif code == "too_many_streams":
         kind = CapacityError
+    elif code == "ended":
+        kind = ConflictError
     error = kind(text)
     error.details = details
     if isinstance(error, OSError):
@@ -263,6 +265,12 @@ class Stream:
         self._check_sendable()
         self._session.put(self.id, FrameType.SIGNAL, 0, bytes([number]))
 
+    async def send_resize(self, rows: int, columns: int) -> None:
+        await self._session.room()
+        self._check_sendable()
+        size = rows.to_bytes(2, "little") + columns.to_bytes(2, "little")
+        self._session.put(self.id, FrameType.RESIZE, 0, size)
+
     def _check_sendable(self) -> None:
         self._raise_error()
         if self._end is not None or self.cancelled:
@@ -270,12 +278,19 @@ class Stream:
 
     def cancel(self) -> None:
         """End what the stream does, without waiting. What has arrived is dropped. Idempotent."""
+        self._leave(FrameType.CANCEL)
+
+    def detach(self) -> None:
+        """Let go of a managed process, which lives on. What has arrived is dropped. Idempotent."""
+        self._leave(FrameType.DETACH)
+
+    def _leave(self, how: FrameType) -> None:
         if self.done or self.cancelled:
             self._inbox.clear()
             return
         self.cancelled = True
         self._inbox.clear()
-        self._session.cancel_stream(self.id)
+        self._session.leave_stream(self.id, how)
         self._wake()
 
 

@@ -22,11 +22,10 @@ from llm4agents.guest import maps
 from llm4agents.guest.channel import Session
 from llm4agents.guest.handles import STDERR, STDOUT, ByteStream, GuestSocket, Process, within
 from llm4agents.guest.maps import Fields, Text
+from llm4agents.guest.processes import ManagedVerbs, exec_arguments
 from llm4agents.guest.results import Entry, EntryReader, FileInfo, Listing, Metrics
 from llm4agents.guest.stream import Stream
 from llm4agents.limits import (
-    ARGV_BYTES_MAX,
-    ENV_BYTES_MAX,
     FRAME_PAYLOAD_BYTES_MAX,
     STALL_TIMEOUT_S,
     STREAM_CREDIT_BYTES,
@@ -77,7 +76,7 @@ class Service:
     restore_signal: int | None = None
 
 
-class Agent:
+class Agent(ManagedVerbs):
     """The agent of one guest, over an open session.
 
     `user` names whose rights a call has (name or uid; None: whatever the agent itself runs as). Paths are
@@ -153,29 +152,13 @@ class Agent:
         run before its group is killed; `timeout`: how long it may take to start. Raises InvalidRequestError
         (code `exec_failed`) when it cannot be started.
         """
-        if not argv:
-            raise InvalidRequestError("argv is empty", hint="the first item is the program")
-        words = [maps.wire_text(word, "argument") for word in argv]
-        variables = maps.wire_env(env)
-        if sum(len(word) + 5 for word in words) > ARGV_BYTES_MAX:
-            raise InvalidRequestError(
-                f"the arguments are more than {ARGV_BYTES_MAX} bytes", hint="pass large data over stdin"
-            )
-        if sum(len(name) + len(value) + 6 for name, value in variables.items()) > ENV_BYTES_MAX:
-            raise InvalidRequestError(f"the environment is more than {ENV_BYTES_MAX} bytes")
-        if timeout_s is not None and not 0 < timeout_s < 1e9:
-            raise InvalidRequestError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+        arguments = exec_arguments(argv, env, env_clear, cwd, user, timeout_s)
         subject = _show(argv[0])
         stream, reply = await self._open(
             "exec",
             {
-                "argv": words,
-                "env": variables,
-                "env_clear": env_clear,
-                "cwd": None if cwd is None else maps.wire_path(cwd),
-                "user": user,
+                **arguments,
                 "stdin": stdin is not False,
-                "timeout_s": timeout_s,
                 "service": service and {"name": service.name, "restore_signal": service.restore_signal},
             },
             timeout=timeout,

@@ -79,6 +79,8 @@ EXEC_OUTPUT_BYTES_MAX: Final = 16_777_216
 """What a waited-for (not streamed) exec keeps of each of stdout and stderr; the rest is counted and dropped."""
 CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
 CODE_BYTES_MAX: Final = 4_194_304
+CODE_CONTEXTS_MAX: Final = 15
+"""Of one sandbox, beside the `default` one of each language."""
 ARGV_BYTES_MAX: Final = 65_536 - 4_096
 ENV_BYTES_MAX: Final = 32_768
 METADATA_BYTES_MAX: Final = 16_384

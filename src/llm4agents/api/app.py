@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llm4agents import __version__, limits
 from llm4agents.api.answers import Json
 from llm4agents.api.context import Context
-from llm4agents.api.routes import calls, files, node, observe, sandboxes
+from llm4agents.api.routes import calls, contexts, files, node, observe, sandboxes
 from llm4agents.errors import (
     CapacityError,
     InvalidRequestError,
@@ -94,7 +94,7 @@ def _words(error: RequestValidationError) -> str:
 def create_app(context: Context) -> FastAPI:
     app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
     app.state.context = context
-    for module in (node, sandboxes, calls, files, observe):
+    for module in (node, sandboxes, calls, contexts, files, observe):
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
 

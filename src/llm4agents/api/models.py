@@ -95,12 +95,19 @@ class Exec(WithEnv):
 class Code(WithEnv):
     code: Annotated[str, Field(max_length=limits.CODE_BYTES_MAX)]
     context: Name = "default"
+    language: Name | None = None
     timeout_s: Seconds | None = None
     stream: bool = False
 
 
 class Context(Body):
     context: Name = "default"
+    language: Name | None = None
+
+
+class NewContext(WithEnv):
+    language: Name | None = None
+    cwd: Path | None = None
 
 
 class Mkdir(Body):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llm4agents import limits
+from llm4agents.engine import contexts
 from llm4agents.engine.live import Live
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.guest import code as interpreter
@@ -48,8 +49,11 @@ def shell(command: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """What to run. `language` None: that of the context, or of the template."""
+
     code: str
-    context: str = "default"
+    context: str = contexts.DEFAULT
+    language: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = limits.CODE_TIMEOUT_S
 
@@ -138,26 +142,22 @@ async def code_stream(live: Live, cell: Cell) -> AsyncGenerator[dict[str, Any], 
     async with live.use("run_code") as agent:
         if live.env is None:
             live.env = await _env_of(agent)
-        env = {**live.env, **cell.env}
-        events = interpreter.run(agent, cell.code, context=cell.context, env=env, timeout_s=cell.timeout_s)
+        events = contexts.run(
+            live,
+            agent,
+            cell.code,
+            context=cell.context,
+            language=cell.language,
+            env=cell.env,
+            sandbox_env=live.env,
+            timeout_s=cell.timeout_s,
+        )
         async with contextlib.aclosing(events):
             async for event in events:
                 body = event.to_json()
                 if isinstance(event, interpreter.End):
                     body["duration_ms"] = round((time.perf_counter() - began) * 1000, 1)
                 yield body
-
-
-async def interrupt(live: Live, context: str) -> None:
-    """Interrupt the cell that runs in `context`, if one does."""
-    async with live.use("interrupt") as agent:
-        await interpreter.interrupt(agent, context)
-
-
-async def restart(live: Live, context: str) -> None:
-    """Give `context` a fresh interpreter."""
-    async with live.use("restart") as agent:
-        await interpreter.restart(agent, context)
 
 
 async def _env_of(agent: Agent) -> dict[str, str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from llm4agents import limits
 from llm4agents.engine import clock, deadlines, lifecycle
@@ -26,6 +27,9 @@ from llm4agents.guest.verbs import Agent
 from llm4agents.store import SandboxRow
 from llm4agents.vmm.base import Machine
 
+if TYPE_CHECKING:
+    from llm4agents.engine.contexts import Contexts
+
 DEADLINE_SYNC_S = 1.0
 """The deadline the shim keeps follows activity by at most this: a file written per call would cost too much."""
 
@@ -42,6 +46,8 @@ class Live:
     env: Mapping[str, str] | None = None
     """What the create asked for; the interpreter, older than the clone, gets it with each cell. None after an
     adoption: the guest knows it (`calls.code_stream`)."""
+    contexts: Contexts | None = None
+    """Code contexts, once somebody has asked for one (`contexts.of`)."""
     busy: int = 0
     last_used_s: float = field(default_factory=clock.boottime_s)
     """CLOCK_BOOTTIME of the end of the last call."""

@@ -1,6 +1,7 @@
-"""Client of the Python interpreter in a guest: run a cell, get its events as they come.
+"""Client of the interpreters in a guest: run a cell, get its events as they come.
 
-Not here: the interpreter itself (images/data/runner), keeping what a cell printed (the engine's caps). The
+Python's and Node's speak the same protocol over a socket of their own. Not here: the interpreters themselves
+(images/data), bash (`shell`), keeping what a cell printed (the engine's caps). The
 interpreter is code's plaything, so what it says is as hostile as a frame: messages are capped before they
 are read, and parsed only when they are not a bomb. An event that is not taken holds up the cell and nothing
 else.
@@ -37,8 +38,6 @@ from llm4agents.limits import (
     VERB_TIMEOUT_S,
 )
 
-SOCKET_PATH = "/run/llm4agents/python.sock"
-"""Cells. `SOCKET_PATH.control` takes commands, and answers whatever the cells do."""
 Status = Literal["ok", "error", "interrupted", "died", "timed_out"]
 _STATUSES: Final = ("ok", "error", "interrupted", "died", "timed_out")
 _LENGTH: Final = struct.Struct("<I")
@@ -50,6 +49,20 @@ _OWN_TIMEOUT_GRACE_S: Final = 7.0
 _BACKLOG_LOOK_S: Final = 0.25
 _BACKLOG_WAIT_S: Final = 60.0
 _MIMES_MAX: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Where an interpreter listens: `socket` takes cells, `socket.control` commands, whatever the cells do."""
+
+    name: str
+    socket: str
+    template: str
+    """The template that has it."""
+
+
+PYTHON: Final = Interpreter("Python", "/run/llm4agents/python.sock", "python")
+NODE: Final = Interpreter("Node", "/run/llm4agents/node.sock", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,7 @@ Event = Output | Result | Raised | End
 
 def _wrong(what: str) -> ProtocolError:
     return ProtocolError(
-        f"the guest's Python interpreter sent {what}",
+        f"the guest's interpreter sent {what}",
         hint="restart the context, or the sandbox if that fails",
     )
 
@@ -180,9 +193,15 @@ class _Connection:
 
     @classmethod
     async def send(
-        cls, agent: Agent, op: Mapping[str, Any], *, control: bool = False, timeout: float = VERB_TIMEOUT_S
+        cls,
+        agent: Agent,
+        at: Interpreter,
+        op: Mapping[str, Any],
+        *,
+        control: bool = False,
+        timeout: float = VERB_TIMEOUT_S,
     ) -> _Connection:
-        path = f"{SOCKET_PATH}.control" if control else SOCKET_PATH
+        path = f"{at.socket}.control" if control else at.socket
         body = json.dumps(op).encode()
         message = _LENGTH.pack(len(body)) + body
         first, rest = message[:STREAM_CREDIT_BYTES], message[STREAM_CREDIT_BYTES:]
@@ -190,12 +209,14 @@ class _Connection:
             socket = await agent.connect(unix=path, first=first, timeout=timeout)
         except PathNotFoundError:
             raise ConflictError(
-                "this sandbox has no Python interpreter", hint="create it from the template 'python'"
+                f"this sandbox has no {at.name} interpreter",
+                hint=f"create it from the template {at.template!r}",
             ) from None
         except GuestError as error:
             if error.details.get("code") == "refused":
                 raise ConnectionLostError(
-                    "the sandbox's Python interpreter is not running any more", hint="create a new sandbox"
+                    f"the sandbox's {at.name} interpreter is not running any more",
+                    hint="create a new sandbox",
                 ) from None
             raise
         try:
@@ -205,7 +226,7 @@ class _Connection:
             socket.close()
             if isinstance(error, LLM4AgentsError):
                 raise
-            raise TimedOutError(f"the Python interpreter took nothing from us for {timeout:g} s") from None
+            raise TimedOutError(f"the {at.name} interpreter took nothing from us for {timeout:g} s") from None
         except BaseException:
             socket.close()
             raise
@@ -240,6 +261,16 @@ class _Connection:
         self._socket.close()
 
 
+def check_size(code: str) -> None:
+    """Raises InvalidRequestError for code beyond CODE_BYTES_MAX."""
+    size = len(code.encode("utf-8", "surrogatepass"))
+    if size > CODE_BYTES_MAX:
+        raise InvalidRequestError(
+            f"the code is {size} bytes, and {CODE_BYTES_MAX} is the most",
+            hint="write it to a file and import it",
+        )
+
+
 async def run(
     agent: Agent,
     code: str,
@@ -248,27 +279,26 @@ async def run(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     timeout_s: float | None = None,
+    at: Interpreter = PYTHON,
+    more: Mapping[str, Any] | None = None,
 ) -> AsyncGenerator[Event, None]:
     """Run a cell; yields its events as they come, the last one an End. Close it (`aclosing`) to interrupt.
 
     A cell that outlives `timeout_s` is interrupted, its worker replaced if that does not end it, and ends
     with status `timed_out`. Raises TimedOutError when not even that brings an End, ConflictError when the
-    sandbox has no interpreter, InvalidRequestError for code beyond CODE_BYTES_MAX.
+    sandbox has no such interpreter, InvalidRequestError for code beyond CODE_BYTES_MAX. `more` goes into the
+    request as it is.
     """
-    size = len(code.encode("utf-8", "surrogatepass"))
-    if size > CODE_BYTES_MAX:
-        raise InvalidRequestError(
-            f"the code is {size} bytes, and {CODE_BYTES_MAX} is the most",
-            hint="write it to a file and import it",
-        )
+    check_size(code)
     op: dict[str, Any] = {"op": "run", "context": context, "code": code, "timeout_s": timeout_s}
+    op.update(more or {})
     op["env"] = dict(env or {})
     wire_env(env)
     if cwd is not None:
         wire_path(cwd)
         op["cwd"] = cwd
-    connection = await _Connection.send(agent, op)
-    cell = _Cell(agent, connection, context)
+    connection = await _Connection.send(agent, at, op)
+    cell = _Cell(agent, connection, context, at)
     keeper = None if timeout_s is None else asyncio.create_task(cell.enforce(timeout_s))
     try:
         while not cell.ended:
@@ -288,10 +318,11 @@ async def run(
 class _Cell:
     """A cell that runs: its events, and the ways to end it early."""
 
-    def __init__(self, agent: Agent, connection: _Connection, context: str) -> None:
+    def __init__(self, agent: Agent, connection: _Connection, context: str, at: Interpreter) -> None:
         self._agent = agent
         self._connection = connection
         self._context = context
+        self._at = at
         self._timed_out = False
         self._gave_up = False
         self.ended = False
@@ -311,7 +342,8 @@ class _Cell:
                     )
                 self.ended = True
                 raise ConnectionLostError(
-                    "the sandbox's Python interpreter went away while the cell ran", hint="run the cell again"
+                    f"the sandbox's {self._at.name} interpreter went away while the cell ran",
+                    hint="run the cell again",
                 )
             found = event(message)
             if isinstance(found, End):
@@ -328,7 +360,7 @@ class _Cell:
         self._timed_out = True
         for op in (interrupt, restart):
             with contextlib.suppress(LLM4AgentsError):
-                await op(self._agent, self._context, timeout=CODE_INTERRUPT_GRACE_S)
+                await op(self._agent, self._context, at=self._at, timeout=CODE_INTERRUPT_GRACE_S)
             await asyncio.sleep(CODE_INTERRUPT_GRACE_S)
         await self._caught_up()
         self._gave_up = True
@@ -347,7 +379,7 @@ class _Cell:
             for op in (interrupt, restart):
                 with contextlib.suppress(LLM4AgentsError, TimeoutError):
                     async with asyncio.timeout(CODE_INTERRUPT_GRACE_S):
-                        await op(self._agent, self._context, timeout=CODE_INTERRUPT_GRACE_S)
+                        await op(self._agent, self._context, at=self._at, timeout=CODE_INTERRUPT_GRACE_S)
                         await self._connection.end()
                         return
         finally:
@@ -355,11 +387,11 @@ class _Cell:
             self._connection.close()
 
 
-async def _command(agent: Agent, op: Mapping[str, Any], timeout: float) -> None:
+async def _command(agent: Agent, at: Interpreter, op: Mapping[str, Any], timeout: float) -> None:
     """An op that only answers; done when the interpreter has answered or hung up."""
     try:
         async with asyncio.timeout(timeout):
-            connection = await _Connection.send(agent, op, control=True, timeout=timeout)
+            connection = await _Connection.send(agent, at, op, control=True, timeout=timeout)
             try:
                 await connection.end()
             finally:
@@ -368,20 +400,31 @@ async def _command(agent: Agent, op: Mapping[str, Any], timeout: float) -> None:
         if isinstance(error, LLM4AgentsError):
             raise
         raise TimedOutError(
-            f"the Python interpreter did not answer {op['op']!r} within {timeout:g} s"
+            f"the {at.name} interpreter did not answer {op['op']!r} within {timeout:g} s"
         ) from None
 
 
-async def interrupt(agent: Agent, context: str = "default", *, timeout: float = VERB_TIMEOUT_S) -> None:
+async def interrupt(
+    agent: Agent, context: str = "default", *, at: Interpreter = PYTHON, timeout: float = VERB_TIMEOUT_S
+) -> None:
     """Interrupt the cell that runs in `context`, if one does."""
-    await _command(agent, {"op": "interrupt", "context": context}, timeout)
+    await _command(agent, at, {"op": "interrupt", "context": context}, timeout)
 
 
-async def restart(agent: Agent, context: str = "default", *, timeout: float = VERB_TIMEOUT_S) -> None:
+async def restart(
+    agent: Agent, context: str = "default", *, at: Interpreter = PYTHON, timeout: float = VERB_TIMEOUT_S
+) -> None:
     """Replace the worker of `context`; its variables are gone."""
-    await _command(agent, {"op": "restart", "context": context}, timeout)
+    await _command(agent, at, {"op": "restart", "context": context}, timeout)
 
 
-async def ping(agent: Agent, *, timeout: float = VERB_TIMEOUT_S) -> None:
+async def remove(
+    agent: Agent, context: str, *, at: Interpreter = NODE, timeout: float = VERB_TIMEOUT_S
+) -> None:
+    """End the worker of `context` and forget it. Only Node's interpreter can."""
+    await _command(agent, at, {"op": "remove", "context": context}, timeout)
+
+
+async def ping(agent: Agent, *, at: Interpreter = PYTHON, timeout: float = VERB_TIMEOUT_S) -> None:
     """Returns when the interpreter answers: it has imported everything and takes cells."""
-    await _command(agent, {"op": "ping"}, timeout)
+    await _command(agent, at, {"op": "ping"}, timeout)

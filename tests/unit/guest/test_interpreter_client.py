@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,18 @@ def text(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Output) and event.stream == "stdout")
 
 
+def listens_at(path: str) -> None:
+    object.__setattr__(code.PYTHON, "socket", path)  # the agent of these tests shares our file system
+
+
 @contextlib.asynccontextmanager
 async def interpreter(where: Path) -> AsyncIterator[None]:
     """The real runner, listening where the client looks."""
-    code.SOCKET_PATH = str(where / "p.sock")
+    path = str(where / "p.sock")
+    listens_at(path)
     ready = where / "ready"
     runner = subprocess.Popen(
-        [sys.executable, "-I", RUNNER, "--socket", code.SOCKET_PATH, "--ready", ready, "--cwd", where]
+        [sys.executable, "-I", RUNNER, "--socket", path, "--ready", ready, "--cwd", where]
     )
     try:
         while not ready.exists():
@@ -68,8 +73,11 @@ async def interpreter(where: Path) -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "SOCKET_PATH", "/nonexistent/python.sock")
+def _socket() -> Iterator[None]:
+    before = code.PYTHON.socket
+    listens_at("/nonexistent/python.sock")
+    yield
+    listens_at(before)
 
 
 @pytest.mark.skipif(not RUNNER.exists(), reason="the runner is not here")
@@ -168,7 +176,8 @@ Play = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def liar(where: Path, play: Play) -> AsyncIterator[list[dict[str, Any]]]:
-    code.SOCKET_PATH = str(where / "p.sock")
+    path = str(where / "p.sock")
+    listens_at(path)
     asked: list[dict[str, Any]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,8 +186,8 @@ async def liar(where: Path, play: Play) -> AsyncIterator[list[dict[str, Any]]]:
         asked.append(op)
         await play(op, writer)
 
-    cells = await asyncio.start_unix_server(serve, code.SOCKET_PATH)
-    control = await asyncio.start_unix_server(serve, code.SOCKET_PATH + ".control")
+    cells = await asyncio.start_unix_server(serve, path)
+    control = await asyncio.start_unix_server(serve, path + ".control")
     async with cells, control:
         yield asked
 

@@ -1,4 +1,4 @@
-"""/v1/sandboxes/{id}/exec and /code. A client that goes away kills its command, or interrupts its cell."""
+"""/v1/sandboxes/{id}/exec. A client that goes away kills its command."""
 
 from __future__ import annotations
 
@@ -27,29 +27,3 @@ async def exec_(sandbox: str, body: models.Exec, request: Request) -> Response:
     if body.stream:
         return Stream(calls.exec_stream(live, command), lines=True, media_type=NDJSON)
     return Json(await unless_gone(request, calls.exec_wait(live, command)))
-
-
-@router.post("/code")
-async def code(sandbox: str, body: models.Code, request: Request) -> Response:
-    live = await context.access(request, sandbox)
-    cell = calls.Cell(
-        code=body.code,
-        context=body.context,
-        env=body.env,
-        timeout_s=models.wait(body.timeout_s, limits.CODE_TIMEOUT_S),
-    )
-    if body.stream:
-        return Stream(calls.code_stream(live, cell), lines=True, media_type=NDJSON)
-    return Json(await unless_gone(request, calls.code_wait(live, cell)))
-
-
-@router.post("/code/interrupt")
-async def interrupt(sandbox: str, body: models.Context, request: Request) -> Response:
-    await calls.interrupt(await context.access(request, sandbox), body.context)
-    return Json({})
-
-
-@router.post("/code/restart")
-async def restart(sandbox: str, body: models.Context, request: Request) -> Response:
-    await calls.restart(await context.access(request, sandbox), body.context)
-    return Json({})

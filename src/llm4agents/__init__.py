@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llm4agents.sdk._async.sandbox import AsyncSandbox
     from llm4agents.sdk._sync.sandbox import Sandbox
     from llm4agents.sdk.results import (
+        CodeContext,
         EmulationWarning,
         ExecResult,
         Execution,
@@ -63,7 +64,9 @@ _ERRORS = (
     "SandboxPausedError ServerUnavailableError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
-_RESULTS = "EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
+_RESULTS = (
+    "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
+)
 _HOMES = {
     "Sandbox": "llm4agents.sdk._sync.sandbox",
     "AsyncSandbox": "llm4agents.sdk._async.sandbox",
@@ -75,6 +78,7 @@ __all__ = [
     "AsyncSandbox",
     "BootError",
     "CapacityError",
+    "CodeContext",
     "ConflictError",
     "ConnectionLostError",
     "CorruptSnapshotError",

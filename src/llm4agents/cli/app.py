@@ -13,7 +13,7 @@ import typer
 
 # name → (module, function, first line of its docstring; a test compares)
 COMMANDS = {
-    "run": ("run", "run", "Run Python in a microVM: prints its output as it comes, then the last value."),
+    "run": ("run", "run", "Run code in a microVM: prints its output as it comes, then the last value."),
     "create": ("sandboxes", "create", "Create a sandbox, leave it running, print its id."),
     "exec": (
         "sandboxes",
@@ -34,6 +34,11 @@ GROUPS = {
         "templates",
         ("ls", "build", "rm", "export", "import_"),
         "Templates: what sandboxes are cloned from.",
+    ),
+    "context": (
+        "contexts",
+        ("create", "ls", "restart", "rm"),
+        "Code contexts: states of their own for the code of a sandbox.",
     ),
     "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
 }

@@ -1,4 +1,4 @@
-"""`llm4agents run`: one piece of Python in a sandbox of its own (or in one that exists)."""
+"""`llm4agents run`: one piece of code in a sandbox of its own (or in one that exists)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,37 @@ if TYPE_CHECKING:
     from llm4agents import Execution, Result, Sandbox
 
 OUT = "/home/user/out"
+_SHORT = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash"}
+_SUFFIXES = {f".{short}": name for short, name in _SHORT.items()} | {
+    ".mjs": "javascript",
+    ".cjs": "javascript",
+    ".mts": "typescript",
+}
+_TEMPLATES = {"javascript": "node", "typescript": "node", "bash": "base"}
+"""The smallest built-in template that has a language."""
 _IMAGES = (("png", "png"), ("jpeg", "jpg"), ("svg", "svg"), ("pdf", "pdf"))
 
 
 def run(
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help="A Python file, or - for stdin.")] = None,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A file of code, or - for stdin.")
+    ] = None,
     code: Annotated[str | None, typer.Option("-c", "--code", help="The code itself.")] = None,
     in_: Annotated[
         str | None, typer.Option("--in", metavar="ID", help="In this sandbox, which is left running.")
     ] = None,
-    template: options.Template = limits.DEFAULT_TEMPLATE,
+    template: Annotated[
+        str | None, typer.Option("--template", "-t", help="What to clone (default: by the language).")
+    ] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(
+            "--language", "-l", help="python, javascript, typescript, bash (default: by FILE's suffix)."
+        ),
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context", help="With --in: the code context to run it in.")
+    ] = "default",
     files: Annotated[
         list[str] | None, typer.Option("--file", "-f", metavar="LOCAL", help="Copy into /home/user first.")
     ] = None,
@@ -42,7 +63,7 @@ def run(
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
-    """Run Python in a microVM: prints its output as it comes, then the last value.
+    """Run code in a microVM: prints its output as it comes, then the last value.
 
     Exit code 1 when the code fails, with the traceback on stderr.
     """
@@ -50,16 +71,19 @@ def run(
     from llm4agents.cli import ids, output
 
     source = _source(file, code)
+    if language is None and context == "default" and (in_ is None or code is None):
+        language = _SUFFIXES.get(Path(file or "").suffix)
+    language = None if language is None else _SHORT.get(language.lower(), language)
     variables = options.pairs(env, "--env")
     output.quiet_warnings()
     signal.signal(signal.SIGTERM, _as_interrupt)
     progress = output.Progress()
     if in_ is not None:
         sandbox = Sandbox.connect(ids.resolve(in_))
-        raise typer.Exit(_in(sandbox, source, files or [], out, timeout, variables, json))
+        raise typer.Exit(_in(sandbox, source, files or [], out, timeout, variables, json, language, context))
     with progress:
         sandbox = Sandbox.create(
-            template,
+            template or _TEMPLATES.get(language or "", limits.DEFAULT_TEMPLATE),
             env=variables,
             memory_mib=memory_mib,
             vcpus=vcpus,
@@ -67,7 +91,7 @@ def run(
             on_progress=progress,
         )
     with sandbox:
-        status = _in(sandbox, source, files or [], out, timeout, None, json)
+        status = _in(sandbox, source, files or [], out, timeout, None, json, language, "default")
     raise typer.Exit(status)
 
 
@@ -98,6 +122,8 @@ def _in(
     timeout: float,
     env: dict[str, str] | None,
     as_json: bool,
+    language: str | None,
+    context: str,
 ) -> int:
     from llm4agents.cli.output import Progress, emit, say
 
@@ -115,7 +141,13 @@ def _in(
         return None if as_json else write
 
     done = sandbox.run_code(
-        source, env=env, timeout=timeout, on_stdout=show(sys.stdout), on_stderr=show(sys.stderr)
+        source,
+        language=language,
+        context=context,
+        env=env,
+        timeout=timeout,
+        on_stdout=show(sys.stdout),
+        on_stderr=show(sys.stderr),
     )
     saved = [] if out is None else [*_save(done.results, out), *_collect(sandbox, out)]
     if as_json:

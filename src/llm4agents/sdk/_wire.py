@@ -167,7 +167,13 @@ def exec_body(
 
 
 def code_body(
-    code: str, *, context: str, env: Mapping[str, str] | None, timeout: float | None, stream: bool
+    code: str,
+    *,
+    context: str | results.CodeContext,
+    language: str | None,
+    env: Mapping[str, str] | None,
+    timeout: float | None,
+    stream: bool,
 ) -> dict[str, Any]:
     """POST …/code."""
     if not isinstance(code, str):
@@ -176,8 +182,15 @@ def code_body(
         raise InvalidRequestError(
             f"the code is longer than {limits.CODE_BYTES_MAX} bytes", hint="write it to a file and import it"
         )
-    body = {"code": code, "context": context, "env": env_of(env), "timeout_s": seconds("timeout", timeout)}
-    return without_none({**body, "stream": stream})
+    body = {
+        "code": code,
+        "context": results.context_id(context),
+        "language": language,
+        "env": env_of(env),
+        "timeout_s": seconds("timeout", timeout),
+        "stream": stream,
+    }
+    return without_none(body)
 
 
 def target(path: str, params: Mapping[str, Any] | None) -> str:

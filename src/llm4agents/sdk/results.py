@@ -269,6 +269,24 @@ def parse_time(value: Any) -> datetime | None:
     return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeContext:
+    """A context of `sandbox.contexts`; `run_code` takes it, or its id."""
+
+    id: str
+    language: str
+    cwd: str | None = None
+    """Where its cells begin, if that was said."""
+
+
+def code_context(body: dict[str, Any]) -> CodeContext:
+    return CodeContext(str(body.get("id")), str(body.get("language")), body.get("cwd"))
+
+
+def context_id(context: str | CodeContext) -> str:
+    return context.id if isinstance(context, CodeContext) else context
+
+
 def sandbox_info(body: dict[str, Any]) -> SandboxInfo:
     known = {name: body[name] for name in SandboxInfo.__slots__ if name in body and name != "raw"}
     for name in ("created_at", "started_at", "ends_at"):

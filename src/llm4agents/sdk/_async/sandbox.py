@@ -19,6 +19,7 @@ from llm4agents.errors import (
     SandboxNotFoundError,
 )
 from llm4agents.sdk import _wire, results
+from llm4agents.sdk._async.contexts import AsyncContexts
 from llm4agents.sdk._async.files import AsyncFiles
 from llm4agents.sdk._async.transport import AsyncEventStream, AsyncTransport, transport
 from llm4agents.sdk._runtime import async_begin, async_call
@@ -192,6 +193,7 @@ class AsyncSandbox:
         self._info = info
         self._path = f"/v1/sandboxes/{info.id}"
         self.files = AsyncFiles(self._transport, info.id)
+        self.contexts = AsyncContexts(self._transport, info.id)
         self._transport.retain()
         self._held = True
 
@@ -264,21 +266,26 @@ class AsyncSandbox:
         self,
         code: str,
         *,
-        context: str = "default",
+        language: str | None = None,
+        context: str | results.CodeContext = "default",
         env: Mapping[str, str] | None = None,
         timeout: float | None = limits.CODE_TIMEOUT_S,
         on_stdout: OnText | None = None,
         on_stderr: OnText | None = None,
         on_result: OnResult | None = None,
     ) -> results.Execution:
-        """Runs a cell of Python; its state is kept for the next one of the same `context`.
+        """Runs a cell; its state is kept for the next one of the same `context` (see `contexts`).
 
+        `language` is `python`, `javascript`, `typescript` or `bash`; None means that of the context, or what
+        the template is for. A bash cell's value is its exit status: not 0 is the error `ExitStatus`.
         `timeout` in seconds, 0 for none: a cell that runs longer is interrupted and says so in `.error`.
         The callbacks get output and rich results as they come. Leaving this call early (Ctrl-C,
         cancellation) interrupts the cell. An exception in the cell is a result, see `Execution.check`.
         """
         stream = any((on_stdout, on_stderr, on_result))
-        body = _wire.code_body(code, context=context, env=env, timeout=timeout, stream=stream)
+        body = _wire.code_body(
+            code, context=context, language=language, env=env, timeout=timeout, stream=stream
+        )
         path, wait_s = f"/v1/sandboxes/{self.id}/code", _wire.wait_s(timeout)
         if not stream:
             answer = await self._transport.json("POST", path, body, wait_s=wait_s, sandbox=self.id)
@@ -295,17 +302,18 @@ class AsyncSandbox:
                 end = event
         return built.build(end)
 
-    async def interrupt(self, context: str = "default") -> None:
+    async def interrupt(
+        self, context: str | results.CodeContext = "default", *, language: str | None = None
+    ) -> None:
         """Interrupts the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
-        await self._transport.json(
-            "POST", f"/v1/sandboxes/{self.id}/code/interrupt", {"context": context}, sandbox=self.id
-        )
+        body = _wire.without_none({"context": results.context_id(context), "language": language})
+        await self._transport.json("POST", f"/v1/sandboxes/{self.id}/code/interrupt", body, sandbox=self.id)
 
-    async def restart(self, context: str = "default") -> None:
+    async def restart(
+        self, context: str | results.CodeContext = "default", *, language: str | None = None
+    ) -> None:
         """Gives `context` a fresh interpreter; its variables are gone, files stay."""
-        await self._transport.json(
-            "POST", f"/v1/sandboxes/{self.id}/code/restart", {"context": context}, sandbox=self.id
-        )
+        await self.contexts.restart(context, language=language)
 
     async def exec(
         self,

@@ -21,6 +21,7 @@ from llm4agents.errors import (
 )
 from llm4agents.sdk import _wire, results
 from llm4agents.sdk._runtime import begin, call
+from llm4agents.sdk._sync.contexts import Contexts
 from llm4agents.sdk._sync.files import Files
 from llm4agents.sdk._sync.transport import EventStream, Transport, transport
 
@@ -193,6 +194,7 @@ class Sandbox:
         self._info = info
         self._path = f"/v1/sandboxes/{info.id}"
         self.files = Files(self._transport, info.id)
+        self.contexts = Contexts(self._transport, info.id)
         self._transport.retain()
         self._held = True
 
@@ -263,21 +265,26 @@ class Sandbox:
         self,
         code: str,
         *,
-        context: str = "default",
+        language: str | None = None,
+        context: str | results.CodeContext = "default",
         env: Mapping[str, str] | None = None,
         timeout: float | None = limits.CODE_TIMEOUT_S,
         on_stdout: OnText | None = None,
         on_stderr: OnText | None = None,
         on_result: OnResult | None = None,
     ) -> results.Execution:
-        """Runs a cell of Python; its state is kept for the next one of the same `context`.
+        """Runs a cell; its state is kept for the next one of the same `context` (see `contexts`).
 
+        `language` is `python`, `javascript`, `typescript` or `bash`; None means that of the context, or what
+        the template is for. A bash cell's value is its exit status: not 0 is the error `ExitStatus`.
         `timeout` in seconds, 0 for none: a cell that runs longer is interrupted and says so in `.error`.
         The callbacks get output and rich results as they come. Leaving this call early (Ctrl-C,
         cancellation) interrupts the cell. An exception in the cell is a result, see `Execution.check`.
         """
         stream = any((on_stdout, on_stderr, on_result))
-        body = _wire.code_body(code, context=context, env=env, timeout=timeout, stream=stream)
+        body = _wire.code_body(
+            code, context=context, language=language, env=env, timeout=timeout, stream=stream
+        )
         path, wait_s = f"/v1/sandboxes/{self.id}/code", _wire.wait_s(timeout)
         if not stream:
             answer = self._transport.json("POST", path, body, wait_s=wait_s, sandbox=self.id)
@@ -294,17 +301,16 @@ class Sandbox:
                 end = event
         return built.build(end)
 
-    def interrupt(self, context: str = "default") -> None:
+    def interrupt(
+        self, context: str | results.CodeContext = "default", *, language: str | None = None
+    ) -> None:
         """Interrupts the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
-        self._transport.json(
-            "POST", f"/v1/sandboxes/{self.id}/code/interrupt", {"context": context}, sandbox=self.id
-        )
+        body = _wire.without_none({"context": results.context_id(context), "language": language})
+        self._transport.json("POST", f"/v1/sandboxes/{self.id}/code/interrupt", body, sandbox=self.id)
 
-    def restart(self, context: str = "default") -> None:
+    def restart(self, context: str | results.CodeContext = "default", *, language: str | None = None) -> None:
         """Gives `context` a fresh interpreter; its variables are gone, files stay."""
-        self._transport.json(
-            "POST", f"/v1/sandboxes/{self.id}/code/restart", {"context": context}, sandbox=self.id
-        )
+        self.contexts.restart(context, language=language)
 
     def exec(
         self,

@@ -1,9 +1,10 @@
-//! The agent: one thread, one epoll, every stream of the session. This is what happens when; `processes`, `files` and
+//! The agent: one thread, one epoll, every stream of the session. This is what happens when; `processes`, `files`, `trees`,
 //! `verbs` are what happens for whom, and what is done is in the modules of the verbs. It blocks in `epoll_wait` with no timeout unless an exec has a deadline.
 
 mod files;
 mod managed;
 mod processes;
+mod trees;
 mod verbs;
 
 use crate::cgroup::Sandbox;
@@ -40,6 +41,7 @@ const STDIN: u64 = 0;
 const STDOUT: u64 = 1;
 const STDERR: u64 = 2;
 const SOCKET: u64 = 3;
+const SOURCE: u64 = 4;
 const CHANNEL: u64 = 0x10;
 const ACCEPT: u64 = 0x11;
 const CHILDREN: u64 = 0x12;
@@ -54,8 +56,8 @@ const MANAGED_IN: u64 = 0x22;
 enum Done {
     Answer(Outcome<Vec<u8>>),
     Pulled(Outcome<Pulled>),
-    Opened(Outcome<Box<Sink>>),
-    Pushed(Outcome<(Box<Sink>, Vec<u8>)>),
+    Opened(Outcome<Box<dyn Sink>>),
+    Pushed(Outcome<(Box<dyn Sink>, Vec<u8>)>),
     Committed(Outcome<Vec<u8>>),
     Nothing,
 }
@@ -364,8 +366,8 @@ impl Agent {
             };
             ack.str("version").int(1).str("agent").str(crate::VERSION);
             ack.str("boot_id").str(self.machine.as_ref().map_or("", |machine| &machine.boot_id));
-            ack.str("capabilities").begin_array(3 + machine.len());
-            ack.str("service").str("connect").str("managed");
+            ack.str("capabilities").begin_array(4 + machine.len());
+            ack.str("service").str("connect").str("managed").str("files2");
             for name in machine {
                 ack.str(name);
             }
@@ -494,7 +496,11 @@ impl Agent {
                 }
             }
             Kind::Attach(slot) => self.managed.leave(slot, id),
-            // Unlinking what was half written can take the disk's time.
+            // Unlinking what was half written can take the disk's time, and letting go of many watches the kernel's.
+            Kind::Pull(Pull { source: Some(source), .. }) => self.workers.submit(0, move || {
+                drop(source);
+                Done::Nothing
+            }),
             Kind::Push(Push { sink: Some(sink), user, .. }) => self.workers.submit(0, move || {
                 let _ = crate::files::become_user(&user); // without its rights the file may stay
                 drop(sink);
@@ -533,6 +539,7 @@ impl Agent {
                 }
                 done = connection.drain();
             }
+            Kind::Pull(pull) => pull.ready = true,
             _ => {}
         }
         self.consumed(id, done);

@@ -5,6 +5,7 @@
 use crate::failure::{at, Failure, Outcome};
 use crate::msgpack::{Value, Writer};
 use crate::sys;
+use crate::transfer::{FileSink, Sink};
 use crate::users::{User, Users};
 use std::cell::RefCell;
 use std::ffi::{CString, OsStr};
@@ -141,7 +142,7 @@ pub fn rename(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
         return Err(Failure::io(&io::Error::from_raw_os_error(libc::EEXIST), what()));
     }
     let mut source = fs::File::open(from).map_err(at(what()))?;
-    let mut sink = crate::transfer::Sink::create(to, Some(metadata.mode() & 0o7777), false, None)?;
+    let mut sink = Box::new(FileSink::create(to, Some(metadata.mode() & 0o7777), false, None)?);
     io::copy(&mut source, sink.file()).map_err(at(what()))?;
     sink.commit()?;
     fs::remove_file(from).map_err(at(what()))

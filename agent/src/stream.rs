@@ -248,6 +248,10 @@ pub struct Pull {
     pub chunk: Vec<u8>,
     pub at: usize,
     pub last: bool,
+    /// Its descriptor has been readable since it was last asked for more…
+    pub ready: bool,
+    /// …which epoll is watching for.
+    pub watched: bool,
 }
 
 /// A sink in a worker's hands or ours, and what waits for it.
@@ -255,7 +259,7 @@ pub struct Pull {
 pub struct Push {
     /// As of `Pull`.
     pub user: Credentials,
-    pub sink: Option<Box<Sink>>,
+    pub sink: Option<Box<dyn Sink>>,
     pub pending: Vec<u8>,
     /// The buffer the worker has given back.
     pub spare: Vec<u8>,

@@ -253,3 +253,56 @@ pub fn disk(path: &CStr) -> io::Result<(u64, u64)> {
     };
     Ok((stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize))
 }
+
+/// Which kind of file system holds `path`: statfs's f_type.
+pub fn file_system(path: &CStr) -> io::Result<u64> {
+    // SAFETY: a C string and a struct to write into.
+    unsafe {
+        let mut stat: libc::statfs = std::mem::zeroed();
+        cvt(libc::statfs(path.as_ptr(), &mut stat))?;
+        Ok(stat.f_type as u64 & 0xFFFF_FFFF)
+    }
+}
+
+/// Open `path`, which may lead through links and `..` but not out of `directory`: that is EXDEV.
+pub fn open_beneath(directory: RawFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
+    // SAFETY: all zeros is a valid open_how.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = (flags | libc::O_CLOEXEC) as u64;
+    how.resolve = libc::RESOLVE_BENEATH | libc::RESOLVE_NO_MAGICLINKS;
+    let mut tries = 0;
+    loop {
+        // SAFETY: a C string and a struct of the size that is said; the result is ours.
+        let result = unsafe {
+            let fd = libc::syscall(libc::SYS_openat2, directory, path.as_ptr(), &how, std::mem::size_of_val(&how));
+            cvt_long(fd).map(|fd| own(fd as RawFd))
+        };
+        match result {
+            // Something was moved meanwhile, and the kernel could not tell.
+            Err(error) if would_block(&error) && tries < 10 => tries += 1,
+            result => return result,
+        }
+    }
+}
+
+pub fn inotify() -> io::Result<OwnedFd> {
+    // SAFETY: plain integers; the result is ours.
+    unsafe { cvt(libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK)).map(|fd| own(fd)) }
+}
+
+pub fn add_watch(inotify: RawFd, path: &CStr, mask: u32) -> io::Result<i32> {
+    // SAFETY: a C string and plain integers.
+    unsafe { cvt(libc::inotify_add_watch(inotify, path.as_ptr(), mask)) }
+}
+
+pub fn remove_watch(inotify: RawFd, watch: i32) {
+    // SAFETY: plain integers. One that is gone is what was wanted.
+    unsafe { libc::inotify_rm_watch(inotify, watch) };
+}
+
+/// Wait at most `ms` until there is something to read.
+pub fn wait_readable(fd: RawFd, ms: i32) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd that lives through the call.
+    unsafe { libc::poll(&mut poll, 1, ms) > 0 }
+}

@@ -5,26 +5,61 @@ use crate::files::{c_path, entry, is_special, make_parents, mtime, not_regular};
 use crate::msgpack::Writer;
 use crate::sys;
 use crate::users::Users;
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions, ReadDir};
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// What one job reads, and so what one stream holds.
-const CHUNK_BYTES: usize = 256 * 1024;
+pub const CHUNK_BYTES: usize = 256 * 1024;
+/// How long one job of a source may go on finding nothing to send: CANCEL and other verbs wait no longer for a worker.
+const SLICE: Duration = Duration::from_millis(20);
 const LIST_ENTRIES_MAX: u64 = 100_000;
 const LIST_DEPTH_MAX: usize = 64;
 const LINKS_MAX: usize = 40;
 
 /// Something whose bytes go to the host.
 pub trait Source: Send {
-    /// Replace what is in `chunk` by the next bytes; true when those are the last.
+    /// Replace what is in `chunk` by the next bytes, which may be none yet; true when those are the last.
     fn fill(&mut self, chunk: &mut Vec<u8>) -> Outcome<bool>;
     /// The payload of END.
     fn end(&self) -> Vec<u8>;
+    /// The payload of a REPLY that could not be given when it was opened, once, when it can be.
+    fn reply(&mut self) -> Option<Vec<u8>> {
+        None
+    }
+    /// False for one that only answers: no DATA and no EOF.
+    fn has_body(&self) -> bool {
+        true
+    }
+    /// The descriptor to be waited for before there is more.
+    fn waits(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// Something that takes the host's bytes; gone without a trace of what is half done when dropped before `commit`.
+pub trait Sink: Send {
+    fn write(&mut self, bytes: &[u8]) -> Outcome<()>;
+    /// After the last byte; the payload of END.
+    fn commit(self: Box<Self>) -> Outcome<Vec<u8>>;
+}
+
+/// The time one job has.
+pub struct Slice(Instant);
+
+impl Slice {
+    pub fn begin() -> Self {
+        Self(Instant::now() + SLICE)
+    }
+
+    pub fn over(&self) -> bool {
+        Instant::now() >= self.0
+    }
 }
 
 pub struct FileSource {
@@ -146,7 +181,7 @@ impl Source for ListSource {
 }
 
 /// A file being written: a temporary one beside its target until `commit`; gone when dropped before.
-pub struct Sink {
+pub struct FileSink {
     file: File,
     directory: OwnedFd,
     temporary: CString,
@@ -159,7 +194,7 @@ pub struct Sink {
 
 static SERIAL: AtomicU64 = AtomicU64::new(0);
 
-impl Sink {
+impl FileSink {
     /// `mode` None keeps the target's, or is 0o644.
     pub fn create(path: &Path, mode: Option<u32>, parents: bool, size: Option<u64>) -> Outcome<Self> {
         if path.as_os_str().to_string_lossy().ends_with('/') {
@@ -187,23 +222,10 @@ impl Sink {
         if size.is_some_and(|size| size > free) {
             return Err(Failure::io(&io::Error::from_raw_os_error(libc::ENOSPC), what));
         }
-        let temporary = c_path(OsStr::new(&format!(
-            ".l4-{:x}-{:x}.tmp",
-            std::process::id(),
-            SERIAL.fetch_add(1, Ordering::Relaxed)
-        )))?;
-        let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
-        let fd = match sys::open_at(directory.as_raw_fd(), &temporary, flags, 0o600) {
-            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                // Left by an agent of this pid that was cut off; names are never used twice by one agent.
-                unlink(&directory, &temporary);
-                sys::open_at(directory.as_raw_fd(), &temporary, flags, 0o600)
-            }
-            result => result,
-        };
+        let (temporary, fd) = create_temporary(directory.as_raw_fd()).map_err(at(&what))?;
         let mode = mode.or(old.map(|old| old.permissions().mode())).unwrap_or(0o644) & 0o7777;
         Ok(Self {
-            file: fd.map_err(at(&what))?.into(),
+            file: fd.into(),
             directory,
             temporary,
             target: c_path(name)?,
@@ -217,14 +239,16 @@ impl Sink {
     pub fn file(&mut self) -> &mut File {
         &mut self.file
     }
+}
 
-    pub fn write(&mut self, bytes: &[u8]) -> Outcome<()> {
+impl Sink for FileSink {
+    fn write(&mut self, bytes: &[u8]) -> Outcome<()> {
         self.bytes += bytes.len() as u64;
         self.file.write_all(bytes).map_err(at(format_args!("write {}", self.path.display())))
     }
 
-    /// Put it in its place; the payload of END.
-    pub fn commit(mut self) -> Outcome<Vec<u8>> {
+    /// Put it in its place.
+    fn commit(mut self: Box<Self>) -> Outcome<Vec<u8>> {
         let what = format!("write {}", self.path.display());
         self.file.set_permissions(fs::Permissions::from_mode(self.mode)).map_err(at(&what))?;
         let directory = self.directory.as_raw_fd();
@@ -238,17 +262,38 @@ impl Sink {
     }
 }
 
-impl Drop for Sink {
+impl Drop for FileSink {
     fn drop(&mut self) {
         if !self.committed {
-            unlink(&self.directory, &self.temporary);
+            unlink(self.directory.as_raw_fd(), &self.temporary);
         }
     }
 }
 
-fn unlink(directory: &OwnedFd, name: &CString) {
+/// A name no other file has, for what is renamed when it is whole.
+pub fn temporary_name() -> CString {
+    let name = format!(".l4-{:x}-{:x}.tmp", std::process::id(), SERIAL.fetch_add(1, Ordering::Relaxed));
+    CString::new(name).unwrap_or_default()
+}
+
+/// An empty file of such a name, open for writing.
+pub fn create_temporary(directory: RawFd) -> io::Result<(CString, OwnedFd)> {
+    let name = temporary_name();
+    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
+    let fd = match sys::open_at(directory, &name, flags, 0o600) {
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+            // Left by an agent of this pid that was cut off; names are never used twice by one agent.
+            unlink(directory, &name);
+            sys::open_at(directory, &name, flags, 0o600)
+        }
+        result => result,
+    };
+    Ok((name, fd?))
+}
+
+pub fn unlink(directory: RawFd, name: &CStr) {
     // SAFETY: a C string and an open directory. What is gone already is what was wanted.
-    unsafe { libc::unlinkat(directory.as_raw_fd(), name.as_ptr(), 0) };
+    unsafe { libc::unlinkat(directory, name.as_ptr(), 0) };
 }
 
 /// The file a path means when it is a link, which is written through and not replaced.
@@ -284,17 +329,17 @@ mod tests {
     fn a_written_file_appears_whole_or_not_at_all() {
         let dir = Dir::new("sink");
         let path = dir.0.join("new/f");
-        let mut sink = Sink::create(&path, Some(0o640), true, None).unwrap();
+        let mut sink = FileSink::create(&path, Some(0o640), true, None).unwrap();
         sink.write(b"abc").unwrap();
         assert!(!path.exists());
-        sink.commit().unwrap();
+        Box::new(sink).commit().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"abc");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
-        let mut sink = Sink::create(&path, None, true, None).unwrap();
+        let mut sink = FileSink::create(&path, None, true, None).unwrap();
         sink.write(b"lost").unwrap();
         drop(sink);
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no temporary file is left");
-        Sink::create(&path, None, true, None).unwrap().commit().unwrap();
+        Box::new(FileSink::create(&path, None, true, None).unwrap()).commit().unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640, "no mode keeps the old one");
     }
 
@@ -303,9 +348,9 @@ mod tests {
         let dir = Dir::new("sink-links");
         std::os::unix::fs::symlink("target", dir.0.join("link")).unwrap();
         std::os::unix::fs::symlink("loop", dir.0.join("loop")).unwrap();
-        Sink::create(&dir.0.join("link"), None, false, None).unwrap().commit().unwrap();
+        Box::new(FileSink::create(&dir.0.join("link"), None, false, None).unwrap()).commit().unwrap();
         assert!(fs::symlink_metadata(dir.0.join("target")).unwrap().is_file());
-        let code = |path: &Path, size| Sink::create(path, None, false, size).map(drop).unwrap_err().code;
+        let code = |path: &Path, size| FileSink::create(path, None, false, size).map(drop).unwrap_err().code;
         assert_eq!(code(&dir.0.join("loop"), None), "invalid");
         assert_eq!(code(&dir.0, None), "is_directory");
         assert_eq!(code(&dir.0.join("x/"), None), "is_directory");

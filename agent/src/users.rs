@@ -142,6 +142,14 @@ impl Users {
         let group = self.groups.iter().find(|group| group.gid == gid);
         group.map_or_else(|| gid.to_string().into_bytes(), |group| group.name.clone())
     }
+
+    pub fn id_of_user(&self, name: &[u8]) -> Option<u32> {
+        self.users.iter().find(|user| user.name == name).map(|user| user.uid)
+    }
+
+    pub fn id_of_group(&self, name: &[u8]) -> Option<u32> {
+        self.groups.iter().find(|group| group.name == name).map(|group| group.gid)
+    }
 }
 
 fn slurp(path: &str) -> Vec<u8> {
@@ -199,5 +207,7 @@ mod tests {
         assert_eq!(users().user_name(33), b"web");
         assert_eq!(users().group_name(27), b"sudo");
         assert_eq!(users().user_name(7), b"7");
+        assert_eq!((users().id_of_user(b"web"), users().id_of_group(b"sudo")), (Some(33), Some(27)));
+        assert_eq!((users().id_of_user(b"7"), users().id_of_group(b"web")), (None, None));
     }
 }

@@ -24,9 +24,13 @@ WINDOW_TOTAL_BYTES_MAX: Final = 67_108_864
 UNPAID_FRAMES_PER_S_MAX: Final = 1_000
 """Frames that cost a guest no credit (EVENT, empty DATA); more ends the session."""
 LIST_BYTES_MAX: Final = 67_108_864
+SEARCH_MATCHES_MAX: Final = 10_000
+SEARCH_BYTES_MAX: Final = 16_777_216
 VERB_TIMEOUT_S: Final = 30.0
 STALL_TIMEOUT_S: Final = 60.0
 """How long a file transfer may make no progress."""
+TREE_TIMEOUT_S: Final = 300.0
+"""How long a search or a change of a whole tree may take, and a tar of one find nothing to send."""
 EXEC_GRACE_S: Final = 5.0
 """How long after an exec's own timeout the host still waits for the agent's END."""
 CODE_MESSAGE_BYTES_MAX: Final = 33_554_432

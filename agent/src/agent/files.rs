@@ -1,12 +1,13 @@
 //! File verbs in the loop: what goes to a worker, what comes back, and the bytes in between.
 
-use super::{empty_map, Agent, Done, Opened, Pulled, PUSH_WINDOWS_MAX, PUSH_WINDOW_BYTES};
+use super::{empty_map, Agent, Done, Opened, Pulled, PUSH_WINDOWS_MAX, PUSH_WINDOW_BYTES, SOURCE};
 use crate::failure::{Failure, Outcome};
-use crate::files;
+use crate::files::{self, Credentials};
 use crate::frame;
 use crate::msgpack::Value;
 use crate::stream::{Kind, Pull, Push, Stream, CREDIT_BYTES};
-use crate::transfer::{FileSource, ListSource, Sink, Source};
+use crate::sys::{EDGE, IN};
+use crate::transfer::{FileSink, FileSource, ListSource, Sink, Source};
 
 impl Agent {
     pub(super) fn submit(&self, id: u32, job: impl FnOnce() -> Done + Send + 'static) {
@@ -55,30 +56,56 @@ impl Agent {
             let (mode, parents, size) = (mode(request.get("mode"))?, request.get("parents").bool(true), count("size")?);
             let push = Push { user: user.clone(), ..Push::default() };
             self.submit(id, move || {
-                let sink = files::become_user(&user).and_then(|()| Sink::create(&path, mode, parents, size));
-                Done::Opened(sink.map(Box::new))
+                let sink = files::become_user(&user).and_then(|()| FileSink::create(&path, mode, parents, size));
+                Done::Opened(sink.map(|sink| Box::new(sink) as Box<dyn Sink>))
             });
             return Ok(Opened::Stream(Kind::Push(push)));
         }
         let (offset, length, depth) = (count("offset")?.unwrap_or(0), count("length")?, count("depth")?.unwrap_or(1));
-        let read = verb == b"read";
+        if verb == b"read" {
+            return Ok(self.open_replying(id, user, move || FileSource::open(&path, offset, length)));
+        }
+        Ok(self.open_source(id, user, Some(empty_map()), move || ListSource::open(&path, depth as usize)))
+    }
+
+    /// Have a worker open a source. `reply`: the payload of REPLY; None when the source has it to give later.
+    pub(super) fn open_source<S: Source + 'static>(
+        &mut self,
+        id: u32,
+        user: Credentials,
+        reply: Option<Vec<u8>>,
+        open: impl FnOnce() -> Outcome<S> + Send + 'static,
+    ) -> Opened {
+        self.open_pull(id, user, move || Ok((Box::new(open()?), reply)))
+    }
+
+    fn open_replying<S: Source + 'static>(
+        &mut self,
+        id: u32,
+        user: Credentials,
+        open: impl FnOnce() -> Outcome<(S, Vec<u8>)> + Send + 'static,
+    ) -> Opened {
+        self.open_pull(id, user, move || {
+            open().map(|(source, reply)| (Box::new(source) as Box<dyn Source>, Some(reply)))
+        })
+    }
+
+    fn open_pull(
+        &mut self,
+        id: u32,
+        user: Credentials,
+        open: impl FnOnce() -> Outcome<(Box<dyn Source>, Option<Vec<u8>>)> + Send + 'static,
+    ) -> Opened {
         let pull = Pull { user: user.clone(), ..Pull::default() };
         self.submit(id, move || {
             let open = || {
                 files::become_user(&user)?;
-                let (mut source, reply): (Box<dyn Source>, _) = if read {
-                    let (source, reply) = FileSource::open(&path, offset, length)?;
-                    (Box::new(source), reply)
-                } else {
-                    (Box::new(ListSource::open(&path, depth as usize)?), empty_map())
-                };
-                let mut chunk = Vec::new();
-                let last = source.fill(&mut chunk)?;
-                Ok(Pulled { reply: Some(reply), source, chunk, last })
+                let (source, reply) = open()?;
+                pulled(source, reply, Vec::new())
             };
             Done::Pulled(open())
         });
-        Ok(Opened::Stream(Kind::Pull(pull)))
+        Opened::Stream(Kind::Pull(pull))
     }
 
     /// Send of the chunk at hand what credit allows, one frame at most; true when there is more.
@@ -96,17 +123,27 @@ impl Agent {
         if pull.at < pull.chunk.len() {
             return *credit > 0;
         }
-        let Some(mut source) = pull.source.take() else { return false };
+        let waits = pull.source.as_ref().and_then(|source| source.waits()).filter(|_| !pull.last && !pull.ready);
+        if let Some(fd) = waits {
+            if !std::mem::replace(&mut pull.watched, true) {
+                let token = self.token(id, SOURCE);
+                if let Err(error) = self.epoll.add(fd, IN | EDGE, token) {
+                    self.fail(id, &Failure::io(&error, "wait for changes"));
+                }
+            }
+            return false;
+        }
+        let Some(source) = pull.source.take() else { return false };
         if pull.last {
-            self.out.push(id, frame::EOF, 0, b"");
+            if source.has_body() {
+                self.out.push(id, frame::EOF, 0, b"");
+            }
             self.end(id, &source.end());
             return false;
         }
-        let (mut chunk, user) = (std::mem::take(&mut pull.chunk), pull.user.clone());
-        self.submit(id, move || {
-            let filled = files::become_user(&user).and_then(|()| source.fill(&mut chunk));
-            Done::Pulled(filled.map(|last| Pulled { reply: None, source, chunk, last }))
-        });
+        pull.ready = false;
+        let (chunk, user) = (std::mem::take(&mut pull.chunk), pull.user.clone());
+        self.submit(id, move || Done::Pulled(files::become_user(&user).and_then(|()| pulled(source, None, chunk))));
         false
     }
 
@@ -130,18 +167,25 @@ impl Agent {
 
     pub(super) fn worker_done(&mut self, token: u64, done: Done) {
         let id = token as u32;
-        if token >> 32 != u64::from(self.session) {
-            return; // of an ended session: a sink among it unlinks itself
-        }
+        let current = token >> 32 == u64::from(self.session);
         let wide = self.streams.len() <= PUSH_WINDOWS_MAX;
-        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let Some(stream) = self.streams.get_mut(&id).filter(|_| current) else {
+            // Of a stream that has ended. What it held lets go of files, which can take the disk's time.
+            if matches!(done, Done::Pulled(Ok(_)) | Done::Opened(Ok(_)) | Done::Pushed(Ok(_))) {
+                self.workers.submit(0, move || {
+                    drop(done);
+                    Done::Nothing
+                });
+            }
+            return;
+        };
         match (done, &mut stream.kind) {
             (Done::Answer(Ok(reply)), _) => {
                 self.out.push(id, frame::REPLY, 0, &reply);
                 self.end(id, &empty_map());
             }
             (Done::Pulled(Ok(Pulled { reply, source, chunk, last })), Kind::Pull(pull)) => {
-                *pull = Pull { user: pull.user.take(), source: Some(source), chunk, at: 0, last };
+                (pull.source, pull.chunk, pull.at, pull.last) = (Some(source), chunk, 0, last);
                 if let Some(reply) = reply {
                     self.out.push(id, frame::REPLY, 0, &reply);
                 }
@@ -176,6 +220,13 @@ impl Agent {
             _ => {}
         }
     }
+}
+
+/// The next chunk of a source.
+fn pulled(mut source: Box<dyn Source>, reply: Option<Vec<u8>>, mut chunk: Vec<u8>) -> Outcome<Pulled> {
+    let last = source.fill(&mut chunk)?;
+    let reply = reply.or_else(|| source.reply());
+    Ok(Pulled { reply, source, chunk, last })
 }
 
 fn mode(value: &Value) -> Outcome<Option<u32>> {

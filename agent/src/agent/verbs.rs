@@ -20,6 +20,7 @@ impl Agent {
             b"exec" => self.exec(id, request),
             b"read" | b"list" | b"write" => self.transfer(id, verb, request),
             b"stat" | b"mkdir" | b"move" | b"remove" => self.file(id, verb, request),
+            b"tar_out" | b"tar_in" | b"search" | b"watch" | b"set_attributes" | b"link" => self.tree(id, verb, request),
             b"connect" => {
                 let mut connection = Connection::open(request)?;
                 self.epoll

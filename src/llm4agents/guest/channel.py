@@ -54,6 +54,7 @@ _MACHINE_VERBS = frozenset(
 )
 _CAPABILITIES: Final = {
     **dict.fromkeys(("attach", "processes", "signal", "forget", "ports", "limits"), "managed"),
+    **dict.fromkeys(("tar_out", "tar_in", "set_attributes", "link", "watch", "search"), "files2"),
 }
 """The verbs of version 1 that came after it, and what an agent that has them says in its HELLO_ACK."""
 _V1_VERBS = _FILE_VERBS | _MACHINE_VERBS | {"exec", "connect"}

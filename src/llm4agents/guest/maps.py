@@ -163,6 +163,15 @@ class Fields:
             raise self._wrong(name, "a name")
         return value
 
+    def raw(self, name: str, bytes_max: int) -> bytes:
+        """Bytes of a file's content, which travel as text when they are UTF-8."""
+        value = self._body.get(name)
+        if isinstance(value, str):
+            value = value.encode("utf-8", "surrogatepass")
+        if not isinstance(value, bytes) or len(value) > bytes_max:
+            raise self._wrong(name, f"at most {bytes_max} bytes")
+        return value
+
     def maybe_name(self, name: str) -> str | None:
         return None if self._body.get(name) is None else self.name(name)
 

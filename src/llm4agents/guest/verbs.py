@@ -42,11 +42,12 @@ _PIECE_BYTES = 1_048_576
 _T = TypeVar("_T")
 
 
-def _show(path: Text) -> str:
+def show(path: Text) -> str:
+    """A path as errors have it."""
     return maps.printable(path if isinstance(path, str) else str(path), 300)
 
 
-async def _pieces(chunks: AsyncIterable[bytes] | bytes) -> AsyncIterator[bytes | memoryview]:
+async def pieces(chunks: AsyncIterable[bytes] | bytes) -> AsyncIterator[bytes | memoryview]:
     """The same bytes in pieces that neither waste frames nor wait for long."""
     if isinstance(chunks, bytes):
         whole = memoryview(chunks)
@@ -62,7 +63,7 @@ async def _pieces(chunks: AsyncIterable[bytes] | bytes) -> AsyncIterator[bytes |
             if len(small) < FRAME_PAYLOAD_BYTES_MAX:
                 continue
             chunk, small = bytes(small), bytearray()
-        async for piece in _pieces(bytes(chunk)):
+        async for piece in pieces(bytes(chunk)):
             yield piece
     if small:
         yield bytes(small)
@@ -153,7 +154,7 @@ class Agent(ManagedVerbs):
         (code `exec_failed`) when it cannot be started.
         """
         arguments = exec_arguments(argv, env, env_clear, cwd, user, timeout_s)
-        subject = _show(argv[0])
+        subject = show(argv[0])
         stream, reply = await self._open(
             "exec",
             {
@@ -194,11 +195,11 @@ class Agent(ManagedVerbs):
             "read",
             {"path": maps.wire_path(path), "offset": offset, "length": length, "user": user},
             timeout=timeout,
-            subject=_show(path),
+            subject=show(path),
             channels=_BODY,
             window=STREAM_WINDOW_BYTES_MAX,
         )
-        what = f"read {_show(path)}"
+        what = f"read {show(path)}"
         async with within(stream, timeout, what):
             return ByteStream(stream, what, FileInfo.read(reply), length)
 
@@ -217,14 +218,14 @@ class Agent(ManagedVerbs):
 
         `timeout` is for opening; after that, no progress for STALL_TIMEOUT_S is the end.
         """
-        what = f"write {_show(path)}"
+        what = f"write {show(path)}"
         arguments = {"path": maps.wire_path(path), "mode": mode, "user": user, "parents": parents}
         stream, _ = await self._open(
-            "write", {**arguments, "size": size}, timeout=timeout, subject=_show(path)
+            "write", {**arguments, "size": size}, timeout=timeout, subject=show(path)
         )
         sent = 0
         try:
-            async for chunk in _pieces(chunks):
+            async for chunk in pieces(chunks):
                 async with within(stream, STALL_TIMEOUT_S, what):
                     await stream.send(chunk)
                 sent += len(chunk)
@@ -242,7 +243,7 @@ class Agent(ManagedVerbs):
         self, path: Text, *, follow: bool = True, user: User = "user", timeout: float = VERB_TIMEOUT_S
     ) -> Entry:
         arguments = {"path": maps.wire_path(path), "follow": follow, "user": user}
-        reply = await self._call("stat", arguments, timeout=timeout, subject=_show(path))
+        reply = await self._call("stat", arguments, timeout=timeout, subject=show(path))
         return self._read(Entry.read, reply)
 
     async def list(
@@ -251,12 +252,12 @@ class Agent(ManagedVerbs):
         """What is in a directory, `depth` levels deep; at most LIST_ENTRIES_MAX entries."""
         if depth < 1:
             raise InvalidRequestError("depth is at least 1")
-        what = f"list {_show(path)}"
+        what = f"list {show(path)}"
         stream, _ = await self._open(
             "list",
             {"path": maps.wire_path(path), "depth": depth, "user": user},
             timeout=timeout,
-            subject=_show(path),
+            subject=show(path),
             channels=_BODY,
         )
         reader = EntryReader()
@@ -282,7 +283,7 @@ class Agent(ManagedVerbs):
     ) -> None:
         options = {"parents": parents, "mode": mode, "exist_ok": exist_ok, "user": user}
         await self._call(
-            "mkdir", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=_show(path)
+            "mkdir", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=show(path)
         )
 
     async def move(
@@ -295,7 +296,7 @@ class Agent(ManagedVerbs):
         timeout: float = VERB_TIMEOUT_S,
     ) -> None:
         paths = {"from": maps.wire_path(source), "to": maps.wire_path(target)}
-        subject = f"{_show(source)} → {_show(target)}"
+        subject = f"{show(source)} → {show(target)}"
         await self._call(
             "move", {**paths, "overwrite": overwrite, "user": user}, timeout=timeout, subject=subject
         )
@@ -311,7 +312,7 @@ class Agent(ManagedVerbs):
     ) -> None:
         options = {"recursive": recursive, "missing_ok": missing_ok, "user": user}
         await self._call(
-            "remove", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=_show(path)
+            "remove", {"path": maps.wire_path(path), **options}, timeout=timeout, subject=show(path)
         )
 
     # Connections.
@@ -337,7 +338,7 @@ class Agent(ManagedVerbs):
             raise InvalidRequestError("connect takes either a port or a unix socket's path")
         if unix is not None:
             arguments: dict[str, object] = {"unix": maps.wire_path(unix)}
-            subject = _show(unix)
+            subject = show(unix)
         else:
             if not 1 <= (port or 0) <= 65_535:
                 raise InvalidRequestError(f"{port} is not a TCP port")

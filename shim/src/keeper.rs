@@ -31,6 +31,8 @@ impl Keeper<'_> {
     pub fn run(self) -> Result<()> {
         let timer = sys::timerfd()?;
         let mut deadline = None;
+        // By us, at a deadline that says so; ended all the same by everything that ends a VMM.
+        let mut stopped = false;
         self.arm(&timer, &mut deadline)?;
         let mut console = Log::new(self.dir, "serial.log", self.config.console_bytes_max);
         let mut stderr = Log::new(self.dir, "vmm.log", STDERR_BYTES_MAX);
@@ -51,12 +53,25 @@ impl Keeper<'_> {
             if ready[4] {
                 open[1] = drain(&self.stderr, &mut stderr);
             }
-            if ready[1] && self.watched(&timer, &mut deadline)? {
-                self.end(Reason::Stopped, &mut reason);
+            if ready[1] {
+                let before = deadline;
+                if self.watched(&timer, &mut deadline)? {
+                    self.end(Reason::Stopped, &mut reason);
+                }
+                if stopped && deadline != before {
+                    stopped = false;
+                    self.signal(libc::SIGCONT);
+                }
             }
-            if ready[2] {
-                let _ = sys::read(timer.as_raw_fd(), &mut [0; 8]);
-                self.end(Reason::Deadline, &mut reason);
+            // Nothing to be read: the deadline was moved at the last moment.
+            if ready[2] && sys::read(timer.as_raw_fd(), &mut [0; 8]).is_ok() {
+                match deadline {
+                    Some(Deadline { act: Act::Stop, .. }) => {
+                        stopped = true;
+                        self.signal(libc::SIGSTOP);
+                    }
+                    _ => self.end(Reason::Deadline, &mut reason),
+                }
             }
             if ready[0] {
                 if asked_to_stop(&self.signals) {
@@ -78,12 +93,16 @@ impl Keeper<'_> {
         if *reason == Reason::Exited {
             *reason = why;
         }
+        self.signal(libc::SIGKILL);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
         // It is our child and not yet reaped: the pid cannot be another's.
-        unsafe { libc::kill(self.vmm, libc::SIGKILL) };
+        unsafe { libc::kill(self.vmm, signal) };
     }
 
     /// Read what inotify has to say; true when `run_dir` itself is gone, and with it every way to this VM.
-    fn watched(&self, timer: &OwnedFd, deadline: &mut Option<f64>) -> Result<bool> {
+    fn watched(&self, timer: &OwnedFd, deadline: &mut Option<Deadline>) -> Result<bool> {
         let mut events = [0u8; 4096];
         let mut gone = false;
         while let Ok(count) = sys::read(self.watch.as_raw_fd(), &mut events) {
@@ -104,7 +123,7 @@ impl Keeper<'_> {
     }
 
     /// Set the timer to what `run_dir/deadline` says now. A file that makes no sense changes nothing.
-    fn arm(&self, timer: &OwnedFd, deadline: &mut Option<f64>) -> Result<()> {
+    fn arm(&self, timer: &OwnedFd, deadline: &mut Option<Deadline>) -> Result<()> {
         let name = CString::new("deadline")?;
         let text = match self.dir.open(&name, libc::O_RDONLY) {
             Ok(file) => sys::read_to_end(file.as_raw_fd(), 4096).unwrap_or_else(|_| b"?".to_vec()),
@@ -116,21 +135,41 @@ impl Keeper<'_> {
             *deadline = next;
             let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |age| age.as_secs_f64());
             let grace = self.config.grace_ms as f64 / 1000.0;
-            sys::timer_set(timer, next.map(|unix| unix - now + grace))?;
+            sys::timer_set(timer, next.map(|next| next.unix - now + grace))?;
         }
         Ok(())
     }
 }
 
-/// Seconds since the epoch; empty = none.
-pub fn parse_deadline(text: &[u8]) -> std::result::Result<Option<f64>, ()> {
+/// What is done with the VMM at its deadline.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Act {
+    Kill,
+    /// Stand still (SIGSTOP): no time is used and nothing is lost, until a server moves the deadline or adopts it.
+    Stop,
+}
+
+/// `unix`: seconds since the epoch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Deadline {
+    unix: f64,
+    act: Act,
+}
+
+/// `SECONDS` or `SECONDS stop`; empty = none.
+pub fn parse_deadline(text: &[u8]) -> std::result::Result<Option<Deadline>, ()> {
     let text = std::str::from_utf8(text).map_err(|_| ())?.trim();
     if text.is_empty() {
         return Ok(None);
     }
-    let unix: f64 = text.parse().map_err(|_| ())?;
+    let (number, act) = match text.split_once(' ') {
+        None => (text, Act::Kill),
+        Some((number, "stop")) => (number, Act::Stop),
+        Some(_) => return Err(()),
+    };
+    let unix: f64 = number.parse().map_err(|_| ())?;
     if unix.is_finite() {
-        Ok(Some(unix))
+        Ok(Some(Deadline { unix, act }))
     } else {
         Err(())
     }
@@ -183,14 +222,16 @@ fn reap(vmm: libc::pid_t) -> Option<libc::c_int> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_deadline;
+    use super::{parse_deadline, Act, Deadline};
 
     #[test]
     fn deadlines() {
         assert_eq!(parse_deadline(b""), Ok(None));
         assert_eq!(parse_deadline(b" \n"), Ok(None));
-        assert_eq!(parse_deadline(b"1700000000.25\n"), Ok(Some(1_700_000_000.25)));
-        for bad in [&b"soon"[..], b"nan", b"inf", b"\xff"] {
+        let unix = 1_700_000_000.25;
+        assert_eq!(parse_deadline(b"1700000000.25\n"), Ok(Some(Deadline { unix, act: Act::Kill })));
+        assert_eq!(parse_deadline(b"1700000000.25 stop\n"), Ok(Some(Deadline { unix, act: Act::Stop })));
+        for bad in [&b"soon"[..], b"nan", b"inf", b"\xff", b"17 dance", b"stop", b"17 stop stop"] {
             assert_eq!(parse_deadline(bad), Err(()));
         }
     }

@@ -5,13 +5,15 @@
 //! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` (start
 //! times in clock ticks) or `error: words`, and then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
 //! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`.
-//! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz.
+//! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz,
+//! `--save-pages` and `--load-pages` copy a guest's memory (`pages`).
 //!
 //! Not here: anything about QEMU or any other VMM, networks, disks, the guest.
 
 mod config;
 mod jail;
 mod keeper;
+mod pages;
 mod record;
 mod sys;
 mod tsc;
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
         },
+        Some("--save-pages" | "--load-pages") => return copy(),
         Some(other) => {
             eprintln!("unknown argument {other}: the configuration is read from standard input");
             return ExitCode::FAILURE;
@@ -69,6 +72,34 @@ fn main() -> ExitCode {
         Err(words) => {
             let _ = sys::write_all(config.status, format!("error: {words}\n").as_bytes());
             ExitCode::FAILURE
+        }
+    }
+}
+
+/// `--save-pages MEM PAGEMAP BASE OUT ADDRESS PAGES` or `--load-pages MAPS MEM FILE PAGES PATIENCE`: descriptors and
+/// numbers. Says its figures on standard output, or `ERRNO words` on standard error.
+fn copy() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let numbers: Vec<i64> = words[1..].iter().filter_map(|word| word.parse().ok()).collect();
+    let done = match (words[0].as_str(), &numbers[..]) {
+        ("--save-pages", &[memory, pagemap, base, out, address, pages]) => {
+            let place = pages::Place { address: address as u64, pages: pages as u64 };
+            pages::save(memory as i32, pagemap as i32, base as i32, out as i32, place)
+        }
+        ("--load-pages", &[maps, memory, file, pages, patience]) => {
+            pages::load(maps as i32, memory as i32, file as i32, pages as u64, patience as u32)
+        }
+        _ => Err(std::io::Error::from(std::io::ErrorKind::InvalidInput)),
+    };
+    match done {
+        Ok(figures) => {
+            println!("{figures}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{} {error}", error.raw_os_error().unwrap_or(0));
+            // Damage is told apart by the status alone.
+            ExitCode::from(if error.kind() == std::io::ErrorKind::InvalidData { 3 } else { 1 })
         }
     }
 }

@@ -49,6 +49,11 @@ def uid_range(uid_map: str) -> range:
     return range(first + count // 2, first + count)
 
 
+def some_uid() -> int:
+    """One of those that are handed out, of nobody in particular. Raises as `uid_range`."""
+    return uid_range(Path("/proc/self/uid_map").read_text())[0]
+
+
 def lease(key: str, directory: Path = LEASES) -> Lease:
     """A uid no live VM has; the same `key` gets the same one if it can.
 

@@ -122,9 +122,11 @@ def build(
     accelerator: Accelerator,
     tsc_khz: int,
     clone: bool,
+    bare: bool = False,
 ) -> Command:
     """The command that boots `spec` with `disks`, or (`clone`) waits for the state of a snapshot of it.
 
+    `bare`: that state is of the devices alone (`xen-save-devices-state`), without what a whole migration has around it.
     Descriptor names: `qmp`, `agent` (listening sockets), `memory`, `kernel`, `initrd`, and for each disk its
     slot and `slot.backing`, `slot.backing1`… (nearest first). Raises InvalidRequestError when
     the disks do not fit the slots.
@@ -151,6 +153,8 @@ def build(
     args += device_args()
     if clone:
         args += ["-S", "-incoming", "defer"]
+        if bare:
+            args += ["-M", "suppress-vmdesc=on", "-global", "migration.send-configuration=off"]
     else:
         args += ["-kernel", f"/proc/self/fd/{fds['kernel']}", "-initrd", f"/proc/self/fd/{fds['initrd']}"]
         args += ["-append", kernel_args(spec, accelerator, tsc_khz)]

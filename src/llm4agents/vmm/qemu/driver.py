@@ -18,7 +18,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
-from llm4agents.vmm import procfs, uids
+from llm4agents.vmm import pages, procfs, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Accelerator,
@@ -30,6 +30,7 @@ from llm4agents.vmm.base import (
     Snapshot,
 )
 from llm4agents.vmm.qemu import command, memory, probe, snapshot, table
+from llm4agents.vmm.qemu.checkpoint import Parts
 from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
 from llm4agents.vmm.waiting import readable
 
@@ -83,7 +84,9 @@ class QemuDriver:
             accelerator=accelerator,
             why_not_kvm=why,
             private_memory_clone=True,
-            differential_pause=False,
+            differential_pause=await asyncio.to_thread(
+                pages.readable_children, uids.some_uid() if os.geteuid() == 0 else None
+            ),
             nested=accelerator == "tcg",
             cpu="max" if accelerator == "tcg" else f"host {probe.cpu_identity()}",
             tsc_khz=await probe.tsc_khz(cache),
@@ -133,19 +136,30 @@ class QemuDriver:
     ) -> QemuMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
-        with contextlib.ExitStack() as stack:
+        base = await asyncio.to_thread(snapshot.digest, frozen.path)
+        if diff is not None:
+            snapshot.check_diff(diff, frozen, base)
+        async with contextlib.AsyncExitStack() as stack:
             ram = await self._memory(frozen)
             stack.callback(os.close, ram)
+            if diff is None:
+                parts, state = None, _state(frozen)
+                stack.callback(os.close, state)
+            else:
+                parts = await stack.enter_async_context(Parts(diff))
+                state = parts.state
+            machine = await self._start(
+                frozen.spec,
+                disks,
+                placement,
+                can,
+                {"memory": ram},
+                clone=True,
+                base=base,
+                bare=diff is not None,
+            )
             try:
-                state = os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise HostSetupError(
-                    f"{frozen.path} is not whole: {error.strerror}", hint=_REBUILD
-                ) from error
-            stack.callback(os.close, state)
-            machine = await self._start(frozen.spec, disks, placement, can, {"memory": ram}, clone=True)
-            try:
-                await machine.load(state)
+                await machine.load(state, parts.fill(machine.record.vmm_pid) if parts is not None else None)
                 await machine.announce([disk.slot for disk in disks if disk.slot in command.VOLUME_SLOTS])
             except BaseException:
                 await asyncio.shield(machine.stop())
@@ -161,6 +175,7 @@ class QemuDriver:
                 machine = QemuMachine(record, connect(record.run_dir, QMP_SOCKET))
             if machine is not None:
                 try:
+                    machine.wake()
                     await machine.greet()
                     return machine
                 except LLM4AgentsError:
@@ -216,11 +231,16 @@ class QemuDriver:
         fds: Mapping[str, int],
         *,
         clone: bool,
+        base: str | None = None,
+        bare: bool = False,
     ) -> QemuMachine:
-        """Start QEMU through the shim, with both sockets connected before it runs."""
+        """Start QEMU through the shim, with both sockets connected before it runs.
+
+        `base`: the digest of what it is a clone of. `bare`: its state will be that of devices alone.
+        """
         qemu = probe.find_qemu(self._settings.qemu)
         built = command.build(
-            spec, disks, qemu=qemu, accelerator=can.accelerator, tsc_khz=can.tsc_khz, clone=clone
+            spec, disks, qemu=qemu, accelerator=can.accelerator, tsc_khz=can.tsc_khz, clone=clone, bare=bare
         )
         run_dir = placement.run_dir
         for name in (shim_.EXIT, shim_.DEADLINE, AGENT_SOCKET, QMP_SOCKET):
@@ -263,7 +283,7 @@ class QemuDriver:
                 vmm_pid=started.vmm_pid,
                 vmm_start_ticks=started.vmm_start_ticks,
                 uid=lease.uid if lease is not None else os.geteuid(),
-                extra={"host_boot_id": procfs.host_boot_id()},
+                extra={"host_boot_id": procfs.host_boot_id(), **({"base": base} if base is not None else {})},
             )
             try:
                 return QemuMachine(
@@ -296,6 +316,13 @@ class QemuDriver:
                         os.close(fd)
         for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, *shim_.LOGS):
             (record.run_dir / name).unlink(missing_ok=True)
+
+
+def _state(frozen: Snapshot) -> int:
+    try:
+        return os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostSetupError(f"{frozen.path} is not whole: {error.strerror}", hint=_REBUILD) from error
 
 
 async def _reading(work: Awaitable[int], path: Path) -> int:

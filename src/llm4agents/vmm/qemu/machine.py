@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from llm4agents.errors import (
     BootError,
     CapacityError,
     ConflictError,
+    CorruptSnapshotError,
     LLM4AgentsError,
     SandboxDiedError,
     VmmError,
 )
-from llm4agents.vmm import procfs
+from llm4agents.vmm import pages, procfs
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Checkpoint,
@@ -37,7 +38,7 @@ from llm4agents.vmm.base import (
     Snapshot,
     Stats,
 )
-from llm4agents.vmm.qemu import disks, memory, snapshot
+from llm4agents.vmm.qemu import checkpoint, disks, memory, snapshot
 from llm4agents.vmm.qemu.qmp import Event, Qmp
 from llm4agents.vmm.waiting import readable
 
@@ -241,6 +242,10 @@ class QemuMachine:
         if over and self._migration is not None and not self._migration.done():
             self._migration.set_result(str(status))
 
+    def wake(self) -> None:
+        """Let a VMM go on that its deadline stopped (SIGSTOP) when no server lived."""
+        self._signal(1, signal.SIGCONT)
+
     async def greet(self) -> None:
         """First words to a monitor that is new to us; for an adopted machine also: what state is it in."""
         self._qmp.send("qmp_capabilities")
@@ -250,20 +255,27 @@ class QemuMachine:
 
     # -- freezing and loading -----------------------------------------------------------------------------
 
-    async def load(self, state_fd: int) -> None:
-        """Load the device state a snapshot kept; afterwards it is paused. Raises BootError when it cannot."""
+    async def load(self, state_fd: int, filled: Awaitable[object] | None = None) -> None:
+        """Load the device state a snapshot kept; afterwards it is paused. Raises BootError when it cannot.
+
+        `filled` is waited for first: the guest's memory, which devices look into when they are loaded.
+        """
         self._migration = asyncio.get_running_loop().create_future()
         # Sent ahead in one go: each answer waited for would cost a turn of QEMU's main loop.
         sent = [
             self._qmp.send("qmp_capabilities"),
             self._qmp.send("migrate-set-capabilities", capabilities=_IGNORE_SHARED),
             self._qmp.send("getfd", fd=state_fd, fdname="state"),
-            self._qmp.send("migrate-incoming", uri="fd:state"),
         ]
         try:
             async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+                if filled is not None:
+                    await filled
+                sent.append(self._qmp.send("migrate-incoming", uri="fd:state"))
                 await asyncio.gather(*sent)
                 done = await self._migrated()
+        except CorruptSnapshotError:
+            raise
         except (LLM4AgentsError, TimeoutError) as error:
             raise await self._boot_error("did not load its snapshot", error) from error
         if done != "completed":
@@ -326,7 +338,40 @@ class QemuMachine:
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
         await self._check_still("copy")
-        raise ConflictError("not yet")
+        digest = await asyncio.to_thread(snapshot.digest, base.path)
+        if self.record.extra.get("base", digest) != digest:
+            raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
+        size = base.spec.memory_mib << 20
+        with contextlib.ExitStack() as stack:
+            if self._memory_fd is not None:
+                shared = os.dup(self._memory_fd)
+                stack.callback(os.close, shared)
+                under = await asyncio.to_thread(memory.load_sealed, base.path / snapshot.MEMORY, size)
+            else:
+                under = pages.base_of(self.record.vmm_pid, size)
+            stack.callback(os.close, under)
+
+            async def save_pages(out: int) -> pages.Copied:
+                if self._memory_fd is not None:
+                    return await pages.save_shared(shared, size, under, out)
+                return await pages.save(self.record.vmm_pid, size, under, out)
+
+            frozen = Snapshot(directory, base.spec, base.identity, 0, kind="diff", base=digest)
+            return await checkpoint.make(directory, frozen, self._save_devices, save_pages)
+
+    async def _save_devices(self, target: int) -> None:
+        """Write the state of all devices but memory into the file `target`."""
+        # QEMU wants a descriptor that can write and nothing else.
+        writer = os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            fdset = int((await self._command("add-fd", fd=writer))["fdset-id"])
+        finally:
+            os.close(writer)
+        try:
+            await self._command("xen-save-devices-state", filename=f"/dev/fdset/{fdset}", live=False)
+        finally:
+            with contextlib.suppress(LLM4AgentsError):
+                await self._command("remove-fd", fdset_id=fdset)
 
     async def _check_still(self, act: str) -> None:
         if (await self._command("query-status")).get("running"):

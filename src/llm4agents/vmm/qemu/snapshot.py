@@ -124,6 +124,19 @@ def load_diff(path: Path) -> Snapshot:
     return found
 
 
+def check_diff(diff: Snapshot, base: Snapshot, base_digest: str) -> None:
+    """Raises VersionMismatchError unless `diff` lies over `base`, and both are of the same kind of machine."""
+    if diff.kind != "diff":
+        raise VersionMismatchError(f"{diff.path} is a full snapshot, not a diff")
+    check_identity(diff, base.identity)
+    if diff.base != base_digest:
+        raise VersionMismatchError(
+            f"the pause {diff.path} lies over another build of its template than {base.path}",
+            hint="resume with cold=True starts from the disk alone",
+            different=["base"],
+        )
+
+
 def check_part(diff: Snapshot, name: str, digest: str) -> None:
     """Raises CorruptSnapshotError unless `digest` (hex SHA-256) is what was written down for that part."""
     if diff.parts.get(name) != digest:

@@ -1,0 +1,214 @@
+"""What a checkpoint of a machine is on disk, and how it becomes one that survives the host: copy, digest, fsync.
+
+Not here: when a machine is paused (engine), how its pages are found (`vmm.pages`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from llm4agents import limits
+from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError, VmmError
+from llm4agents.vmm import pages
+from llm4agents.vmm.base import Snapshot
+from llm4agents.vmm.qemu import snapshot
+
+_READ_BYTES = 1 << 20
+STATE_BYTES_MAX = 64 << 20
+"""Devices of a machine of ours take 20 KB; a monitor gone mad fills this much of the host's memory and no more."""
+
+
+class QemuCheckpoint:
+    """See `vmm.base.Checkpoint`."""
+
+    def __init__(self, frozen: Snapshot, copied: pages.Copied) -> None:
+        self._frozen, self.copied = frozen, copied
+
+    @property
+    def path(self) -> Path:
+        return self._frozen.path
+
+    @property
+    def pages_bytes(self) -> int:
+        return self._frozen.pages_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self._frozen.state_bytes
+
+    async def durable(self) -> Snapshot:
+        try:
+            # Each in a thread of its own: a digest is processor, an fsync is disk, and two of those are one commit.
+            names = (snapshot.PAGES, snapshot.STATE)
+            digests = [asyncio.to_thread(_digest, self.path / name) for name in names]
+            syncs = [asyncio.to_thread(_sync, self.path / name) for name in names]
+            found = await _all(*digests, *syncs)
+            parts = {name: digest for name, digest in zip(names, found, strict=False) if digest is not None}
+            self._frozen = replace(self._frozen, parts=parts)
+            await asyncio.to_thread(_finish, self._frozen)
+        except BaseException as error:
+            await self.discard()
+            raise _full(error) from error
+        return self._frozen
+
+    async def discard(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.path, ignore_errors=True)
+
+
+async def make(
+    directory: Path,
+    frozen: Snapshot,
+    save_state: Callable[[int], Awaitable[None]],
+    save_pages: Callable[[int], Awaitable[pages.Copied]],
+) -> QemuCheckpoint:
+    """Fill `directory` with what the two callbacks write; `frozen` says what it will be a snapshot of.
+
+    `save_state` gets a descriptor of memory, `save_pages` one of the file. Raises CapacityError and what they do;
+    then the directory is gone.
+    """
+    try:
+        directory.mkdir(0o700)
+    except FileExistsError:
+        raise ConflictError(f"{directory} exists already") from None
+    except OSError as error:
+        raise _full(error) from error
+    try:
+        state_bytes = await _state(directory / snapshot.STATE, save_state)
+        out = os.open(directory / snapshot.PAGES, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            copied = await save_pages(out)
+            size = os.fstat(out).st_size
+        finally:
+            os.close(out)
+    except BaseException as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise _full(error) from error
+    frozen = replace(
+        frozen, memory_bytes=copied.pages * pages.PAGE, pages_bytes=size, state_bytes=state_bytes
+    )
+    return QemuCheckpoint(frozen, copied)
+
+
+async def _state(path: Path, save: Callable[[int], Awaitable[None]]) -> int:
+    """Let `save` write into memory, and that to `path`: a full disk is then our error and not QEMU's."""
+    kept = os.memfd_create("llm4agents-state", os.MFD_CLOEXEC)
+    try:
+        await save(kept)
+        size = os.fstat(kept).st_size
+        if not 0 < size <= STATE_BYTES_MAX:
+            raise VmmError(f"QEMU wrote {size} bytes as the state of its devices")
+        body = os.pread(kept, size, 0)
+    finally:
+        os.close(kept)
+    with path.open("xb", buffering=0) as file:
+        path.chmod(0o600)
+        rest = memoryview(body)
+        while rest:
+            rest = rest[file.write(rest) :]
+    return size
+
+
+async def _all(*work: Awaitable[str | None]) -> list[str | None]:
+    """What each came to; none is left running when one fails or we are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        await asyncio.wait(tasks)  # threads: they cannot be cancelled, and must not write to what is removed
+        raise
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _finish(frozen: Snapshot) -> None:
+    snapshot.write_manifest(frozen)
+    _sync(frozen.path.parent)
+
+
+def _full(error: BaseException) -> BaseException:
+    """An error of the host's disk in our words; any other as it is."""
+    if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        words = "the host's disk is full" if full else f"the checkpoint could not be written: {error}"
+        return CapacityError(words, hint="free space, or llm4agents prune")
+    return error
+
+
+class Parts:
+    """The parts of a diff that is being loaded, open; every byte is checked while the machine starts."""
+
+    def __init__(self, diff: Snapshot) -> None:
+        self._diff = diff
+        self._stack = contextlib.ExitStack()
+
+    async def __aenter__(self) -> Parts:
+        """Raises CorruptSnapshotError when a part is gone or of another size."""
+        try:
+            self._pages = self._open(snapshot.PAGES, self._diff.pages_bytes)
+            self.state = self._open(snapshot.STATE, self._diff.state_bytes)
+        except BaseException:
+            self._stack.close()
+            raise
+        self._checking = asyncio.ensure_future(asyncio.to_thread(self._check))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # A thread cannot be cancelled, and must not read from a descriptor that is another's by then.
+        await asyncio.wait([self._checking])
+        self._checking.exception()
+        self._stack.close()
+
+    def _open(self, name: str, size: int) -> int:
+        path = self._diff.path / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise snapshot.corrupt(path, error.strerror or "it cannot be opened") from error
+        self._stack.callback(os.close, fd)
+        if os.fstat(fd).st_size != size:
+            raise snapshot.corrupt(path, f"it has {os.fstat(fd).st_size} bytes and not {size}")
+        return fd
+
+    def _check(self) -> None:
+        for name, fd in ((snapshot.STATE, self.state), (snapshot.PAGES, self._pages)):
+            snapshot.check_part(self._diff, name, _digest_at(fd))
+
+    async def fill(self, pid: int) -> None:
+        """Write the pages into the memory of `pid`, and return when all of them are also known to be right."""
+        size = self._diff.spec.memory_mib << 20
+        filling = asyncio.ensure_future(
+            pages.load(pid, size, self._pages, timeout_s=limits.RESTORE_TIMEOUT_S)
+        )
+        try:
+            await asyncio.gather(filling, asyncio.shield(self._checking))
+        finally:
+            filling.cancel()
+            await asyncio.wait([filling])
+
+
+def _digest_at(fd: int) -> str:
+    """Of a whole file, from its beginning, without moving where `fd` stands."""
+    found, offset = hashlib.sha256(), 0
+    while part := os.pread(fd, _READ_BYTES, offset):
+        found.update(part)
+        offset += len(part)
+    return found.hexdigest()

@@ -82,6 +82,10 @@ class Settings:
     """Memory that sandboxes leave to the host; None: 5% of it, 512 MiB at least."""
     pool: tuple[PoolWish, ...] = ()
     """`LLM4AGENTS_POOL="python=2,base/1x512=1"`: machines kept ready, by template and (optionally) shape."""
+    webhooks: bool = True
+    """Whether jobs may have the server call URLs."""
+    otel: bool = False
+    """Send spans to OpenTelemetry (needs the extra `otel`)."""
 
     @property
     def socket_path(self) -> Path:
@@ -171,6 +175,8 @@ def load(env: Mapping[str, str]) -> Settings:
         memory_commit=number("MEMORY_COMMIT", limits.MEMORY_COMMIT, 0.01, 1.0) or limits.MEMORY_COMMIT,
         memory_reserve_mib=None if reserve is None else int(reserve),
         pool=pool(),
+        webhooks=boolean("WEBHOOKS", True),
+        otel=boolean("OTEL", False),
     )
 
 

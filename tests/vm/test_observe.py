@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import signal
@@ -102,3 +103,62 @@ def test_a_follower_ends_when_the_server_stops(node: Node) -> None:
         assert [event["to"] for event in told] == ["running", "killed"]
     assert node.process is not None
     node.process.wait(10)
+
+
+def test_the_log_of_a_sandbox_outlives_it(node: Node) -> None:
+    sandbox, other = node.create(timeout_s=60), node.create()
+    with (
+        node.connect() as client,
+        client.stream("GET", f"/v1/sandboxes/{sandbox}/logs", params={"follow": True}) as answer,
+    ):
+        told = lines(answer)
+        assert [next(told)["to"] for _ in range(2)] == ["creating", "running"]
+        node.exec(sandbox, "echo hello from the guest > /dev/console", user="root")
+        assert "hello from the guest" in next(line["text"] for line in told if line["type"] == "console")
+        os.kill(node.vmm(sandbox), signal.SIGKILL)
+        said = list(told)
+    (end,) = [line for line in said if line["type"] == "log" and line["event"] == "state"]
+    assert end["to"] == "failed" and "signal 9" in end["reason"]
+    kept = node.call("GET", f"/v1/sandboxes/{sandbox}/logs")
+    assert "hello from the guest" in next(line["text"] for line in kept["data"] if line["event"] == "console")
+    assert kept["console"] == ""
+    alive = node.call("GET", f"/v1/sandboxes/{other}/logs")
+    assert [line["to"] for line in alive["data"]] == ["creating", "running"]
+    assert node.http.get(f"/v1/sandboxes/sbx_{'0' * 20}/logs").status_code == 404
+
+
+def value(text: str, series: str) -> float:
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{series} "))
+
+
+def test_metrics_for_prometheus(node: Node) -> None:
+    first, second = node.create(), node.create()
+    node.exec(first, "true")
+    node.call("DELETE", f"/v1/sandboxes/{second}")
+    text = node.http.get("/metrics").text
+    assert value(text, 'llm4agents_sandboxes{state="running"}') == 1
+    assert value(text, "llm4agents_create_seconds_count") == 2
+    assert 0 < value(text, "llm4agents_create_seconds_sum") < 60
+    assert value(text, 'llm4agents_ends_total{kind="request",state="killed"}') == 1
+    route = "POST /v1/sandboxes/{sandbox}/exec"
+    assert value(text, f'llm4agents_calls_total{{route="{route}",status="200"}}') == 1
+    assert value(text, f'llm4agents_sandbox_cpu_seconds{{sandbox="{first}",template="base"}}') > 0
+    held = value(text, "llm4agents_admission_held_bytes")
+    assert 0 < held < value(text, "llm4agents_admission_total_bytes")
+    assert value(text, "llm4agents_server_rss_bytes") > 1e7
+    assert second not in text, "only what lives has figures of its own"
+    node.http.get("/v1/nonsense")
+    assert 'route="GET unknown",status="404"' in node.http.get("/metrics").text
+    top = node.call("GET", "/v1/top")
+    (row,) = top["data"]
+    assert (row["id"], row["state"], row["calls"]) == (first, "running", 0)
+    assert row["pss_bytes"] > 1e6
+    assert top["node"]["sandboxes"]["running"] == 1
+
+
+def test_traces_that_cannot_be_sent_are_refused_at_the_start(nodes: Make) -> None:
+    if importlib.util.find_spec("opentelemetry.sdk") is not None:
+        pytest.skip("the packages are there")
+    node = nodes(LLM4AGENTS_OTEL="1")
+    assert node.spawn().wait(30) == 1
+    assert "llm4agents[otel]" in node.log()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llm4agents import __version__, limits
 from llm4agents.api.answers import Json
 from llm4agents.api.context import Context
+from llm4agents.api.measured import Measured
 from llm4agents.api.routes import calls, contexts, files, node, observe, sandboxes
 from llm4agents.errors import (
     CapacityError,
@@ -97,6 +98,7 @@ def create_app(context: Context) -> FastAPI:
     for module in (node, sandboxes, calls, contexts, files, observe):
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
+    app.add_middleware(Measured, context=context)
 
     @app.exception_handler(LLM4AgentsError)
     async def _ours(_: Request, error: LLM4AgentsError) -> Response:

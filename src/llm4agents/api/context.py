@@ -14,6 +14,7 @@ from starlette.requests import Request
 from llm4agents.config import Settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
+from llm4agents.engine.tracing import Tracing
 from llm4agents.errors import InvalidRequestError, SandboxNotFoundError
 
 HOME = "/home/user"
@@ -24,6 +25,7 @@ _ID = re.compile(r"sbx_[a-z0-9]{20}")
 class Context:
     settings: Settings
     engine: Engine
+    tracing: Tracing | None = None
     started_at: float = field(default_factory=time.time)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     keep: bool = False

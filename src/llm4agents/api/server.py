@@ -26,6 +26,8 @@ from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import Settings, settings
 from llm4agents.engine.engine import Engine
+from llm4agents.engine.logs import Logs
+from llm4agents.engine.tracing import Tracing
 from llm4agents.errors import ConflictError, HostSetupError, LLM4AgentsError, to_wire
 
 START_FAILED = "LLM4AGENTS-START-FAILED "
@@ -83,14 +85,15 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
-def configure_logs(level: str) -> None:
-    """JSON lines on stderr, which whoever started us has sent to the log."""
+def configure_logs(level: str, logs: Logs | None = None) -> None:
+    """JSON lines on stderr, which whoever started us has sent to the log; `logs` keeps those about a sandbox."""
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            *([logs.processor] if logs else []),
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
@@ -121,8 +124,12 @@ class _Server(uvicorn.Server):
 
 async def serve(where: Settings) -> None:
     log = structlog.get_logger()
+    tracing = Tracing() if where.otel else None
     engine = Engine.open(where)
-    context = Context(where, engine)
+    configure_logs(where.log_level, engine.logs)
+    if tracing is not None:
+        tracing.watch(engine.store)
+    context = Context(where, engine, tracing)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _leave, context)
@@ -150,6 +157,8 @@ async def serve(where: Settings) -> None:
         await serving
     finally:
         engine.store.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     log.info("stopped")
 
 

@@ -18,12 +18,14 @@ import structlog
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.engine import adoption, clock, contact, creation, lifecycle, parts
+from llm4agents.engine import adoption, clock, contact, creation, lifecycle, parts, top
 from llm4agents.engine import host as hosts
 from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.creation import Places
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.live import Live
+from llm4agents.engine.logs import Logs
+from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
@@ -80,6 +82,8 @@ class Engine:
         self.templates = Templates(settings, self.driver, self.admission)
         self.places = Places(settings.state, settings.run_dir)
         self.feed = Feed(store)
+        self.metrics = Metrics(store)
+        self.logs = Logs(settings.state / "logs", self.places.run, store)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.creating = 0
         self._live: dict[str, Live] = {}
@@ -108,6 +112,7 @@ class Engine:
         self.meter.start()
         self._spawn(self.meter.run())
         self.store.forget_ended(clock.wall_s() - FORGET_S)
+        self.logs.sweep(lambda sandbox: self.store.get(sandbox) is not None)
 
     async def close(self, *, keep: bool) -> None:
         """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
@@ -272,6 +277,7 @@ class Engine:
                 await live.agent.session.close()
             now = clock.stamp()
             self.meter.ending(live.row)
+            self.logs.keep_console(live.row.id)
             self.places.remove(live.row.id)
             self._unwritten.append(
                 partial(self.store.transition, live.row, state, reason, now, ended_at=now.wall_s, record=None)
@@ -349,6 +355,10 @@ class Engine:
             return await self.driver.capabilities()
         except HostSetupError:
             return None
+
+    async def top(self) -> list[dict[str, Any]]:
+        """What each sandbox that lives takes now (`engine.top`)."""
+        return await top.sandboxes(self.store.alive(), self._live)
 
     def usage(self) -> dict[str, Any]:
         """Disk use of this node, by part, in bytes that are allocated. Blocks: for a thread."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from llm4agents.api import context
 from llm4agents.api.answers import NDJSON, Json, Stream
+from llm4agents.engine import host, top
 
 router = APIRouter()
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 Cursor = Annotated[int, Query(ge=0, le=2**62)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -53,3 +55,32 @@ async def usage(
     found = meter.rows(sandbox, after, limit + 1)
     following = found[limit - 1]["id"] if len(found) > limit else None
     return Json({"data": found[:limit], "next": following})
+
+
+@router.get("/v1/sandboxes/{sandbox}/logs")
+async def logs(sandbox: str, request: Request, follow: bool = False) -> Response:
+    """What the server did with it, and what its console says."""
+    engine = context.of(request).engine
+    engine.get(context.check_id(sandbox))
+    if follow:
+        return Stream(engine.logs.follow(sandbox), lines=True, media_type=NDJSON)
+    return Json({"data": engine.logs.read(sandbox), "console": engine.logs.console(sandbox)})
+
+
+@router.get("/v1/top")
+async def top_(request: Request) -> Response:
+    node, rows = await _figures(request)
+    return Json({"node": node, "data": rows})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    node, rows = await _figures(request)
+    text = context.of(request).engine.metrics.text(top.gauges(node, rows))
+    return Response(text, media_type=PROMETHEUS)
+
+
+async def _figures(request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    here = context.of(request)
+    rows = await here.engine.top()
+    return top.node(host.host(here.settings.state), here.engine.admission, rows), rows

@@ -81,6 +81,9 @@ EXEC_TIMEOUT_S: Final = 60
 # API
 EXEC_OUTPUT_BYTES_MAX: Final = 16_777_216
 """What a waited-for (not streamed) exec keeps of each of stdout and stderr; the rest is counted and dropped."""
+OUTPUT_BYTES_MAX: Final = 4_194_304
+"""Of a process's output in one answer; the next reads on."""
+WEBSOCKET_MESSAGE_BYTES_MAX: Final = 1_048_576
 CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
 CODE_BYTES_MAX: Final = 4_194_304
 CODE_CONTEXTS_MAX: Final = 15

@@ -103,9 +103,9 @@ def test_streamed_exec_comes_as_it_happens(box: Box) -> None:
         assert list(events) == []
 
 
-def test_a_client_that_leaves_takes_its_command_with_it(box: Box) -> None:
+def test_a_client_that_leaves_takes_its_command_with_it_if_it_has_asked_to(box: Box) -> None:
     node, sandbox = box
-    body = {"argv": ["sleep", "4712"], "timeout_s": 0}
+    body = {"argv": ["sleep", "4712"], "timeout_s": 0, "on_disconnect": "kill"}
     running = "pgrep -fx 'sleep 4712' | wc -l"
     for stream in (True, False):
         client = node.connect()

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from llm4agents import __version__, limits
 from llm4agents.api.answers import Json
 from llm4agents.api.context import Context
 from llm4agents.api.measured import Measured
-from llm4agents.api.routes import calls, contexts, files, node, observe, sandboxes
+from llm4agents.api.routes import calls, contexts, files, node, observe, processes, sandboxes
 from llm4agents.errors import (
     CapacityError,
     InvalidRequestError,
@@ -34,22 +35,26 @@ _WHILE_STOPPING = ("/v1/server", "/v1/server/stop")
 
 
 class Counted:
-    """Counts requests under way, and refuses new ones while the server is stopping."""
+    """Counts requests and WebSockets under way, and refuses new ones while the server is stopping."""
 
     def __init__(self, app: ASGIApp, context: Context) -> None:
         self.app, self.context = app, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         if self.context.stop.is_set() and scope["path"] not in _WHILE_STOPPING:
             error = ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
-            await problem(error, self.context)(scope, receive, send)
+            refusal = problem(error, self.context)
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(refusal)
+            else:
+                await refusal(scope, receive, send)
             return
         self.context.active += 1
         try:
-            whole = scope["method"] != "PUT"  # a PUT is a file, and streams
+            whole = scope.get("method", "PUT") != "PUT"  # a PUT is a file, and streams
             await self.app(scope, _bounded(receive) if whole else receive, send)
         finally:
             self.context.active -= 1
@@ -95,7 +100,7 @@ def _words(error: RequestValidationError) -> str:
 def create_app(context: Context) -> FastAPI:
     app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
     app.state.context = context
-    for module in (node, sandboxes, calls, contexts, files, observe):
+    for module in (node, sandboxes, calls, contexts, processes, files, observe):
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)

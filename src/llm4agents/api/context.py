@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from llm4agents.config import Settings
 from llm4agents.engine.engine import Engine
@@ -35,7 +35,7 @@ class Context:
     last_request_s: float = field(default_factory=time.monotonic)
 
 
-def of(request: Request) -> Context:
+def of(request: HTTPConnection) -> Context:
     return cast(Context, request.app.state.context)
 
 
@@ -45,7 +45,7 @@ def check_id(sandbox: str) -> str:
     return sandbox
 
 
-async def access(request: Request, sandbox: str) -> Live:
+async def access(request: HTTPConnection, sandbox: str) -> Live:
     """The running sandbox, resumed first if it is paused and may be."""
     return await of(request).engine.access(check_id(sandbox))
 

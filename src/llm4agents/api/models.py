@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -61,18 +61,28 @@ class Timeout(Body):
     timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)]
 
 
-class Exec(WithEnv):
+def _base64(value: str, what: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error:
+        raise ValueError(f"{what} is not base64") from None
+
+
+ProcessId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Tag = Annotated[str, Field(max_length=128)]
+
+
+class _Command(WithEnv):
     argv: list[str] | None = None
     command: str | None = None
     cwd: Path | None = None
     user: str | None = None
-    stdin: str | None = None
-    """Base64."""
     timeout_s: Seconds | None = None
-    stream: bool = False
+    id: ProcessId | None = None
+    tag: Tag | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Exec:
+    def _check(self) -> _Command:
         if (self.argv is None) == (self.command is None):
             raise ValueError("give either argv or command")
         words = self.argv if self.argv is not None else [self.command or ""]
@@ -85,11 +95,61 @@ class Exec(WithEnv):
         self.stdin_bytes()
         return self
 
+    def stdin_bytes(self) -> bytes | Literal[True] | None:
+        raise NotImplementedError
+
+
+class Exec(_Command):
+    stdin: str | None = None
+    """Base64."""
+    stream: bool = False
+    on_disconnect: Literal["detach", "kill"] = "detach"
+
     def stdin_bytes(self) -> bytes | None:
-        try:
-            return None if self.stdin is None else base64.b64decode(self.stdin, validate=True)
-        except binascii.Error:
-            raise ValueError("stdin is not base64") from None
+        return None if self.stdin is None else _base64(self.stdin, "stdin")
+
+
+class Tty(Body):
+    rows: Annotated[int, Field(ge=1, le=10_000)] = 24
+    cols: Annotated[int, Field(ge=1, le=10_000)] = 80
+    term: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[!-~]+$")] = "xterm-256color"
+
+
+class Start(_Command):
+    """`timeout_s` missing is none: a process of the background."""
+
+    stdin: bool | str = False
+    """True keeps it open for writes; base64 is fed to it, and then it ends."""
+    tty: Tty | None = None
+    keep_bytes: Annotated[int, Field(ge=65_536, le=16_777_216)] | None = None
+    full: Literal["drop", "block"] = "drop"
+
+    def stdin_bytes(self) -> bytes | Literal[True] | None:
+        if isinstance(self.stdin, str):
+            return _base64(self.stdin, "stdin")
+        return True if self.stdin else None
+
+
+class Stdin(Body):
+    data_b64: str = ""
+    eof: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Stdin:
+        self.data()
+        return self
+
+    def data(self) -> bytes:
+        return _base64(self.data_b64, "data_b64")
+
+
+class Signal(Body):
+    signal: int | str
+
+
+class Resize(Body):
+    rows: Annotated[int, Field(ge=1, le=10_000)]
+    cols: Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Code(WithEnv):

@@ -22,6 +22,7 @@ from pathlib import Path
 import structlog
 import uvicorn
 
+from llm4agents import limits
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import Settings, settings
@@ -145,6 +146,10 @@ async def serve(where: Settings) -> None:
             timeout_graceful_shutdown=DRAIN_S,
             server_header=False,
             h11_max_incomplete_event_size=65_536,
+            ws_max_size=limits.WEBSOCKET_MESSAGE_BYTES_MAX,
+            # A client that does not read holds up its process and is not gone; one that is gone closes its socket.
+            ws_ping_interval=None,
+            ws_per_message_deflate=False,
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -8,32 +8,20 @@ from __future__ import annotations
 import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llm4agents import limits
-from llm4agents.engine import contexts
+from llm4agents.engine import contexts, processes
 from llm4agents.engine.live import Live
-from llm4agents.errors import LLM4AgentsError
+from llm4agents.engine.processes import Command
 from llm4agents.guest import code as interpreter
-from llm4agents.guest.handles import STDOUT, Process
+from llm4agents.guest.handles import STDOUT
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.verbs import Agent
 
 SHELL = "/bin/sh"
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What to run. `timeout_s` None = no limit."""
-
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str | None = None
-    user: str | int = "user"
-    stdin: bytes | None = None
-    timeout_s: float | None = limits.EXEC_TIMEOUT_S
 
 
 def shell(command: str) -> list[str]:
@@ -85,52 +73,47 @@ class _Kept:
 
 
 def _exit(status: ExitStatus, began: float) -> dict[str, Any]:
-    return {
-        "exit_code": status.exit_code,
-        "signal": status.signal,
-        "timed_out": status.timed_out,
-        "duration_ms": round((time.perf_counter() - began) * 1000, 1),
-    }
+    return {**processes.ending(status), "duration_ms": round((time.perf_counter() - began) * 1000, 1)}
 
 
-async def _start(agent: Agent, command: Command) -> Process:
-    try:
-        return await agent.exec(
-            command.argv,
-            env=command.env,
-            cwd=command.cwd,
-            user=command.user,
-            stdin=command.stdin if command.stdin is not None else False,
-            timeout_s=command.timeout_s,
-        )
-    except LLM4AgentsError as error:
-        if command.cwd is None or "working directory" not in error.message:
-            raise
-        # The agent names the command and not the directory it could not enter.
-        raise type(error)(f"{command.cwd}: {error.message}", hint=error.hint, **error.details) from error
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a command that is waited for is managed: its id and tag, and what becomes of it when its caller leaves."""
+
+    id: str | None = None
+    tag: str | None = None
+    kill_when_left: bool = False
 
 
-async def exec_stream(live: Live, command: Command) -> AsyncGenerator[dict[str, Any], None]:
-    """`started`, then `stdout`/`stderr` as they come, then `exit`. Closing it kills the command."""
+async def exec_stream(
+    live: Live, command: Command, manner: Manner = Manner()
+) -> AsyncGenerator[dict[str, Any], None]:
+    """`started`, then `stdout`/`stderr` as they come, then `exit`; the command is forgotten after that.
+
+    Closing it leaves the command to itself, unless the manner says otherwise.
+    """
     began = time.perf_counter()
-    async with live.use(f"exec {command.argv[0]}") as agent, await _start(agent, command) as process:
-        yield {"type": "started", "pid": process.pid}
-        async with contextlib.aclosing(aiter(process)) as output:
-            async for channel, data in output:
-                name = "stdout" if channel == STDOUT else "stderr"
-                yield {"type": name, "data_b64": base64.b64encode(data).decode("ascii")}
-        yield {"type": "exit", **_exit(await process.wait(), began)}
+    async with processes.running(
+        live, command, id=manner.id, tag=manner.tag, kill_when_left=manner.kill_when_left
+    ) as process:
+        yield {"type": "started", "pid": process.pid, "id": process.id}
+        async for offset, channel, data in process:
+            yield processes.piece(offset, channel, data)
+        status = await process.wait()
+    yield {"type": "exit", **_exit(status, began), "offset": process.offset}
+    await processes.forget_soon(live, process.id)
 
 
-async def exec_wait(live: Live, command: Command) -> dict[str, Any]:
-    """Run to the end; keeps EXEC_OUTPUT_BYTES_MAX of each channel."""
+async def exec_wait(live: Live, command: Command, manner: Manner = Manner()) -> dict[str, Any]:
+    """Run to the end; keeps EXEC_OUTPUT_BYTES_MAX of each channel. `processes.forget_soon` when it has been sent."""
     began = time.perf_counter()
     kept = {"stdout": _Kept(limits.EXEC_OUTPUT_BYTES_MAX), "stderr": _Kept(limits.EXEC_OUTPUT_BYTES_MAX)}
-    async with live.use(f"exec {command.argv[0]}") as agent, await _start(agent, command) as process:
-        async with contextlib.aclosing(aiter(process)) as output:
-            async for channel, data in output:
-                kept["stdout" if channel == STDOUT else "stderr"].add(data)
-        body = _exit(await process.wait(), began)
+    async with processes.running(
+        live, command, id=manner.id, tag=manner.tag, kill_when_left=manner.kill_when_left, heard=False
+    ) as process:
+        async for _, channel, data in process:
+            kept["stdout" if channel == STDOUT else "stderr"].add(data)
+        body = {"id": process.id, **_exit(await process.wait(), began)}
     for name, channel_kept in kept.items():
         channel_kept.into(body, name)
     return body

@@ -55,6 +55,8 @@ class Live:
     disk_full: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     end_error: LLM4AgentsError | None = None
+    forgetting: list[str] = field(default_factory=list)
+    """Processes that nobody needs any more and the guest has not been told of (`processes.forget_soon`)."""
     _users: set[asyncio.Task[object]] = field(default_factory=set)
     _timer: asyncio.TimerHandle | None = None
     _sync: asyncio.TimerHandle | None = None
@@ -82,6 +84,12 @@ class Live:
         except asyncio.CancelledError:
             # Not the caller's cancellation but ours (`interrupt`): say why instead.
             if self.end_error is not None and task.uncancel() == 0:
+                raise self.end_error from None
+            raise
+        except GeneratorExit:
+            # Interrupted while what it had yielded was on its way: the caller still hears why.
+            if self.end_error is not None and task not in self._users and task.cancelling():
+                task.uncancel()
                 raise self.end_error from None
             raise
         except (ConnectionLostError, ProtocolError) as error:

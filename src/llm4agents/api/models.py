@@ -48,6 +48,7 @@ class Create(WithEnv):
     vcpus: int = limits.DEFAULT_VCPUS
     metadata: dict[str, str] = Field(default_factory=dict)
     require_kvm: bool = False
+    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX)] = 0.0
 
     @field_validator("metadata")
     @classmethod

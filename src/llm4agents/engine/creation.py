@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact
+from llm4agents.engine import clock, contact, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.parts import Variant
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
@@ -57,6 +57,15 @@ class Places:
         """Everything of a sandbox whose machine has ended. Idempotent."""
         for path in (self.sandboxes / sandbox, self.machines / sandbox):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def prepare(ident: str, variant: Variant, places: Places) -> tuple[Disk, ...]:
+    """Make the directories of a new clone and its disk; its disks. Raises OSError, CapacityError."""
+    overlay = places.disk(ident)
+    places.run(ident).mkdir(mode=0o700)
+    overlay.parent.mkdir(mode=0o700)
+    disk.clone_overlay(variant.path / parts.EMPTY, overlay)
+    return variant.disks(overlay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +165,10 @@ async def create(
         stored = True
 
     try:
-        overlay = places.disk(row.id)
-        places.run(row.id).mkdir(mode=0o700)
-        overlay.parent.mkdir(mode=0o700)
-        disk.clone_overlay(variant.path / "upper.qcow2.empty", overlay)
         woken = await wake(
             row.id,
             Origin(variant, snapshot),
-            variant.disks(overlay),
+            prepare(row.id, variant, places),
             env,
             driver=driver,
             places=places,
@@ -188,6 +193,56 @@ async def create(
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
     live.watch_deadlines()
     return live
+
+
+CLOCK_AGE_S = 5.0
+"""A clone that has waited longer is told the time when it is handed over: a guest's clock drifts."""
+
+
+async def hand_over(
+    row: SandboxRow,
+    variant: Variant,
+    woken: Woken,
+    env: Mapping[str, str],
+    *,
+    age_s: float,
+    store: Store,
+    places: Places,
+    on_deadline: Callable[[Live, str], None],
+    free_bytes: Callable[[], int],
+) -> Live:
+    """Make a sandbox of a machine that is awake already and has waited `age_s` in a pool: `row` is stored, and its
+    agent told what the create asked for. Its answer is not waited for: what is sent later, it does later.
+    """
+    stored = False
+    try:
+        row.record, row.boot_id = woken.machine.record.to_json(), woken.boot_id
+        store.add(row, clock.stamp())
+        stored = True
+        telling = _tell(woken.agent, variant, env, age_s)
+        await asyncio.sleep(0)  # now it is on its way, before anything else can be
+        now = clock.stamp()
+        store.transition(row, "running", None, now, started_at=now.wall_s)
+    except BaseException as error:
+        await asyncio.shield(woken.machine.stop())
+        places.remove(row.id)
+        if stored:
+            _record_failure(row, error, store)
+        raise
+    live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
+    live.settling = telling
+    live.watch_deadlines()
+    return live
+
+
+def _tell(agent: Agent, variant: Variant, env: Mapping[str, str], age_s: float) -> list[asyncio.Task[None]]:
+    """Each begins to send in the next turn of the event loop, in this order."""
+    told = []
+    if env:
+        told.append(asyncio.create_task(agent.set_env({**variant.environment, **env})))
+    if age_s > CLOCK_AGE_S:
+        told.append(asyncio.create_task(agent.set_time(time.time_ns())))
+    return told
 
 
 def _host_error(error: OSError) -> LLM4AgentsError:

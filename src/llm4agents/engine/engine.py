@@ -26,6 +26,7 @@ from llm4agents.engine.feed import Feed
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
+from llm4agents.engine.pool import Pool
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
@@ -85,6 +86,7 @@ class Engine:
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
+        self.pool = Pool(self.templates, self.driver, self.places, self.admission)
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,6 +115,7 @@ class Engine:
         self._spawn(self.meter.run())
         self.store.forget_ended(clock.wall_s() - FORGET_S)
         self.logs.sweep(lambda sandbox: self.store.get(sandbox) is not None)
+        self.pool.start(self.settings.pool)
 
     async def close(self, *, keep: bool) -> None:
         """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
@@ -121,6 +124,7 @@ class Engine:
             creator.cancel()
         while self._creators:
             await asyncio.wait(self._creators)
+        await self.pool.close()
         if keep:
             await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
         else:
@@ -168,38 +172,41 @@ class Engine:
         creator = asyncio.current_task()
         assert creator is not None
         self._creators.add(creator)
-        ident, live = creation.new_id(), None
+        shape = (wish.template, wish.vcpus, wish.memory_mib)
+        pooled = self.pool.take(shape)
+        ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         try:
-            await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
-            shape = (wish.template, wish.vcpus, wish.memory_mib)
-            variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
-            now = clock.wall_s()
-            row = SandboxRow(
-                id=ident,
-                template=wish.template,
-                template_key=variant.key,
-                state="creating",
-                created_at=now,
-                life_ends_at=now + wish.life_s,
-                idle_timeout_s=wish.idle_timeout_s,
-                vcpus=wish.vcpus,
-                memory_mib=wish.memory_mib,
-                disk_gib=limits.DISK_GIB,
-                metadata=dict(wish.metadata),
-                accelerator=can.accelerator,
-            )
-            async with self.admission.turn():
-                live = await creation.create(
+            if pooled is not None:
+                row = self._row(ident, wish, pooled.variant.key, can.accelerator)
+                live = await creation.hand_over(
                     row,
-                    variant,
-                    snapshot,
+                    pooled.variant,
+                    pooled.woken,
                     wish.env,
-                    driver=self.driver,
+                    age_s=clock.boottime_s() - pooled.born_s,
                     store=self.store,
                     places=self.places,
                     on_deadline=self._on_deadline,
                     free_bytes=self._free_bytes,
                 )
+            else:
+                await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
+                variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(
+                    *shape, progress
+                )
+                row = self._row(ident, wish, variant.key, can.accelerator)
+                async with self.admission.turn():
+                    live = await creation.create(
+                        row,
+                        variant,
+                        snapshot,
+                        wish.env,
+                        driver=self.driver,
+                        store=self.store,
+                        places=self.places,
+                        on_deadline=self._on_deadline,
+                        free_bytes=self._free_bytes,
+                    )
             self._enter(live)
             return live.row
         finally:
@@ -209,6 +216,23 @@ class Engine:
             self.creating -= 1
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
+
+    def _row(self, ident: str, wish: Wish, template_key: str, accelerator: str) -> SandboxRow:
+        now = clock.wall_s()
+        return SandboxRow(
+            id=ident,
+            template=wish.template,
+            template_key=template_key,
+            state="creating",
+            created_at=now,
+            life_ends_at=now + wish.life_s,
+            idle_timeout_s=wish.idle_timeout_s,
+            vcpus=wish.vcpus,
+            memory_mib=wish.memory_mib,
+            disk_gib=limits.DISK_GIB,
+            metadata=dict(wish.metadata),
+            accelerator=accelerator,
+        )
 
     def get(self, sandbox: str) -> SandboxRow:
         """The row of a sandbox, alive or ended. Raises SandboxNotFoundError."""
@@ -308,6 +332,8 @@ class Engine:
         self._spawn(self._watch_machine(live))
         self._spawn(self._watch_session(live))
         self._spawn(self._watch_events(live))
+        if live.settling:
+            self._spawn(self._watch_settling(live))
 
     async def _watch_machine(self, live: Live) -> None:
         ended = await live.machine.wait()
@@ -327,6 +353,15 @@ class Engine:
         broke = isinstance(error, ProtocolError)
         why = error.message if error is not None else "the channel was closed"
         await self._end(live, "failed", f"{'protocol error' if broke else 'channel lost'}: {why}")
+
+    async def _watch_settling(self, live: Live) -> None:
+        try:
+            await asyncio.gather(*live.settling)
+        except LLM4AgentsError as error:
+            if not live.ending and not live.agent.session.closed.done():  # else `_watch_session` tells why
+                await self._end(live, "failed", f"it did not take its environment: {error.message}")
+        finally:
+            live.settling = []
 
     async def _watch_events(self, live: Live) -> None:
         async for event in live.machine.events():

@@ -48,6 +48,8 @@ class Live:
     adoption: the guest knows it (`calls.code_stream`)."""
     contexts: Contexts | None = None
     """Code contexts, once somebody has asked for one (`contexts.of`)."""
+    settling: list[asyncio.Task[None]] = field(default_factory=list)
+    """What a pooled machine is still being told of its sandbox: the engine ends it when that fails."""
     busy: int = 0
     last_used_s: float = field(default_factory=clock.boottime_s)
     """CLOCK_BOOTTIME of the end of the last call."""

@@ -318,6 +318,12 @@ class Templates:
             shutil.rmtree(run_dir, ignore_errors=True)
 
     @staticmethod
+    def check_shape(name: str, vcpus: int, memory_mib: int) -> None:
+        """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
+        spec.get(name)
+        parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
+
+    @staticmethod
     def check_name(name: str) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be built."""
         spec.get(name)

@@ -32,6 +32,7 @@ async def create(body: models.Create, request: Request) -> Response:
         env=body.env,
         metadata=body.metadata,
         require_kvm=body.require_kvm,
+        wait_s=body.wait_s,
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):

@@ -74,6 +74,17 @@ class Client:
         body = {"file": str(_wire.local(file))}
         return self._transport.json("POST", "/v1/templates/import", body, wait_s=None)
 
+    def pool(self) -> dict[str, Any]:
+        """GET /v1/pool: `data`, what is kept ready of each template and shape; `capacity`, the node's memory."""
+        return self._transport.json("GET", "/v1/pool")
+
+    def set_pool(
+        self, template: str, wanted: int, *, vcpus: int | None = None, memory_mib: int | None = None
+    ) -> dict[str, Any]:
+        """Keep `wanted` machines of a template ready from now on; 0 ends those that are. Answers as `pool`."""
+        one = {"template": template, "wanted": wanted, "vcpus": vcpus, "memory_mib": memory_mib}
+        return self._transport.json("PUT", "/v1/pool", {"data": [_wire.without_none(one)]})
+
     def du(self) -> dict[str, Any]:
         """What lies on disk for it, by kind, in bytes."""
         return self._transport.json("GET", "/v1/du", wait_s=None)

@@ -211,23 +211,21 @@ async def hand_over(
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
 ) -> Live:
-    """Make a sandbox of a machine that is awake already and has waited `age_s` in a pool: `row` is stored, and its
-    agent told what the create asked for. Its answer is not waited for: what is sent later, it does later.
+    """Make a sandbox of a machine that is awake already and has waited `age_s` in a pool: its agent is told what the
+    create asked for, and `row` is stored, as running from the first. The answer is not waited for: what is sent
+    later, the agent does later. On failure nothing is left, not even a row.
     """
-    stored = False
     try:
-        row.record, row.boot_id = woken.machine.record.to_json(), woken.boot_id
-        store.add(row, clock.stamp())
-        stored = True
         telling = _tell(woken.agent, variant, env, age_s)
-        await asyncio.sleep(0)  # now it is on its way, before anything else can be
+        if telling:
+            await asyncio.sleep(0)  # now it is on its way: a server that dies from here on leaves a whole sandbox
         now = clock.stamp()
-        store.transition(row, "running", None, now, started_at=now.wall_s)
-    except BaseException as error:
+        row.record, row.boot_id = woken.machine.record.to_json(), woken.boot_id
+        row.state, row.started_at = "running", now.wall_s
+        store.add(row, now)
+    except BaseException:
         await asyncio.shield(woken.machine.stop())
         places.remove(row.id)
-        if stored:
-            _record_failure(row, error, store)
         raise
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
     live.settling = telling

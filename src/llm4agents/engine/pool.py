@@ -40,7 +40,7 @@ DEADLINE_S: Final = 120.0
 DEADLINE_AGAIN_S: Final = 40.0
 BACK_OFF_S: Final = 10.0
 """After a failure, or after giving memory up."""
-WARM_EXECS: Final = 3
+WARM_EXECS: Final = 5
 WARM_CELLS: Final = ("print(6*7)", "6*7")
 Token = tuple[str, int, int]
 """Which build of a template a machine is a clone of."""
@@ -195,7 +195,7 @@ class Pool:
             return None
         self._taken_s = clock.boottime_s()
         self._drop_stale(shape, shelf)
-        self._wake.set()
+        asyncio.get_running_loop().call_later(QUIET_S, self._wake.set)
         if not shelf.ready:
             return None
         taken = shelf.ready.pop(0)  # the oldest

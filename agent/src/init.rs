@@ -210,8 +210,9 @@ fn mount_root(events: &Option<OwnedFd>) -> Step<()> {
     };
     let (lower, upper) = (find("root", "vda")?, find("upper", "vdb")?);
     mount(&lower, LOWER, "erofs", libc::MS_RDONLY, "")?;
-    // No background thread that fills in inode tables: it would be running in every clone.
-    mount(&upper, UPPER, "ext4", libc::MS_NOATIME, "noinit_itable")?;
+    // No background thread that fills in inode tables: it would be running in every clone. What is removed is given
+    // back to the host, whose bound of the disk counts what has ever been written and not given back.
+    mount(&upper, UPPER, "ext4", libc::MS_NOATIME, "noinit_itable,discard")?;
     for name in ["upper", "work"] {
         let path = format!("{UPPER}/{name}");
         fs::DirBuilder::new().recursive(true).mode(0o755).create(&path).doing(format_args!("mkdir {path}"))?;

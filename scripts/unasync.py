@@ -18,6 +18,7 @@ SOURCE, TARGET = SDK / "_async", SDK / "_sync"
 WORDS = [
     (r"`async with AsyncSandbox\(\.\.\.\)` or `await AsyncSandbox\.create\(\.\.\.\)`", "Sandbox(...)"),
     (r"`AsyncSandbox\(\.\.\.\)` at `async with`", "`AsyncSandbox(...)` at `async with`"),
+    (r" Written once, asynchronously\.", ""),
     (r"`AsyncSandbox` and, generated from it, `Sandbox`", "`Sandbox`, generated from `_async/sandbox.py`"),
     (r"written once, asynchronously", "generated from `_async` by scripts/unasync.py"),
     (r"async def", "def"),

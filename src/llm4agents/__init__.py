@@ -51,6 +51,9 @@ if TYPE_CHECKING:
         ExecutionError,
         FileInfo,
         Output,
+        Port,
+        ProcessInfo,
+        ProcessOutput,
         Result,
         SandboxInfo,
     )
@@ -65,7 +68,8 @@ _ERRORS = (
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = (
-    "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo Output Result SandboxInfo"
+    "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo Output Port ProcessInfo "
+    "ProcessOutput Result SandboxInfo"
 )
 _HOMES = {
     "Sandbox": "llm4agents.sdk._sync.sandbox",
@@ -95,6 +99,9 @@ __all__ = [
     "NotStartedError",
     "Output",
     "PathNotFoundError",
+    "Port",
+    "ProcessInfo",
+    "ProcessOutput",
     "ProgramFailedError",
     "ProtocolError",
     "Result",

@@ -229,8 +229,14 @@ async def listing(live: Live) -> list[ProcessInfo]:
     )
 
 
-async def get(live: Live, id: str) -> ProcessInfo:
+async def get(live: Live, id: str, wait_s: float = 0) -> ProcessInfo:
+    """How a process is, once it has ended or `wait_s` seconds have passed. Raises NotFoundError."""
     async with live.use("processes") as agent:
+        if wait_s > 0:
+            async with await agent.attach(id, output=False) as attached:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await attached.wait()
         return await _known(agent, id)
 
 

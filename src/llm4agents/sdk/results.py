@@ -156,6 +156,8 @@ class Output:
 
     channel: Channel
     data: bytes
+    offset: int | None = None
+    """Of its first byte in all that the process has said."""
 
     @property
     def text(self) -> str:
@@ -209,6 +211,77 @@ class ExecResult:
             signal=self.signal,
             timed_out=self.timed_out,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """A process of a sandbox as the server knew it when asked."""
+
+    id: str
+    pid: int
+    tag: str | None = None
+    argv: list[str] = field(default_factory=list)
+    cwd: str = ""
+    user: str = ""
+    tty: bool = False
+    stdin: bool = False
+    started_at: datetime | None = None
+    running: bool = False
+    exit_code: int | None = None
+    """None while it runs, and when a signal ended it."""
+    signal: int | None = None
+    timed_out: bool = False
+    start: int = 0
+    """Offset of the oldest byte of its output that can still be read."""
+    offset: int = 0
+    """How much it has said in all."""
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    def check(self) -> ProcessInfo:
+        """Itself; raises ProgramFailedError unless it has exited with 0 in time (or still runs)."""
+        if not self.running and not self.ok:
+            how = f"was ended by signal {self.signal}" if self.signal else f"exited with {self.exit_code}"
+            raise ProgramFailedError(
+                f"process {self.id} {'ran out of time' if self.timed_out else how}",
+                exit_code=self.exit_code,
+                signal=self.signal,
+                timed_out=self.timed_out,
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOutput:
+    """What a process has said from an offset on, as far as it was there."""
+
+    pieces: list[Output]
+    offset: int
+    """Where to read on."""
+    gap: int = 0
+    """Bytes that are missing before the first piece: they were no longer kept."""
+    running: bool = False
+    more: bool = False
+    """There was more than one answer holds."""
+
+    @property
+    def data(self) -> bytes:
+        """Both channels, in the order they came."""
+        return b"".join(piece.data for piece in self.pieces)
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A TCP port of the guest on which something listens."""
+
+    port: int
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +366,12 @@ def sandbox_info(body: dict[str, Any]) -> SandboxInfo:
         known[name] = parse_time(body.get(name))
     known["metadata"] = dict(body.get("metadata") or {})
     return SandboxInfo(**{"template": "", "state": "", **known, "raw": body})
+
+
+def process_info(body: dict[str, Any]) -> ProcessInfo:
+    known = {name: body[name] for name in ProcessInfo.__slots__ if name in body}
+    known["started_at"] = parse_time(body.get("started_at"))
+    return ProcessInfo(**{"id": "", "pid": 0, **known})
 
 
 def file_info(body: dict[str, Any]) -> FileInfo:

@@ -51,8 +51,9 @@ async def listing(sandbox: str, request: Request) -> Response:
 
 
 @router.get("/processes/{process}")
-async def get(sandbox: str, process: str, request: Request) -> Response:
-    return Json(processes.describe(await processes.get(await context.access(request, sandbox), process)))
+async def get(sandbox: str, process: str, request: Request, wait_s: Wait = 0) -> Response:
+    live = await context.access(request, sandbox)
+    return Json(processes.describe(await unless_gone(request, processes.get(live, process, wait_s))))
 
 
 @router.get("/processes/{process}/output")

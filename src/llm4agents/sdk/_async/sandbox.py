@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -18,10 +17,14 @@ from llm4agents.errors import (
     SandboxDiedError,
     SandboxNotFoundError,
 )
-from llm4agents.sdk import _wire, results
+from llm4agents.sdk import _process, _wire, results
+from llm4agents.sdk._async.commands import AsyncExecStream
 from llm4agents.sdk._async.contexts import AsyncContexts
 from llm4agents.sdk._async.files import AsyncFiles
-from llm4agents.sdk._async.transport import AsyncEventStream, AsyncTransport, transport
+from llm4agents.sdk._async.listening import AsyncListening
+from llm4agents.sdk._async.processes import AsyncProcesses
+from llm4agents.sdk._async.terminal import AsyncTerminal
+from llm4agents.sdk._async.transport import AsyncTransport, transport
 from llm4agents.sdk._runtime import async_begin, async_call
 
 if TYPE_CHECKING:
@@ -193,6 +196,8 @@ class AsyncSandbox:
         self._info = info
         self._path = f"/v1/sandboxes/{info.id}"
         self.files = AsyncFiles(self._transport, info.id)
+        self.processes = AsyncProcesses(self._transport, info.id)
+        self.ports = AsyncListening(self._transport, info.id)
         self.contexts = AsyncContexts(self._transport, info.id)
         self._transport.retain()
         self._held = True
@@ -326,23 +331,41 @@ class AsyncSandbox:
         timeout: float | None = limits.EXEC_TIMEOUT_S,
         on_stdout: OnText | None = None,
         on_stderr: OnText | None = None,
+        id: str | None = None,
+        tag: str | None = None,
+        on_disconnect: Literal["detach", "kill"] = "detach",
     ) -> results.ExecResult:
         """Runs a command and waits: a string in a shell, a sequence as it is.
 
         `cwd` defaults to the home of `user` (default `user`; `root` is allowed: it is the guest's own).
         `timeout` in seconds, 0 for none: then it is killed and `.timed_out` is set. A non-zero exit is a
         result, see `ExecResult.check`.
+
+        Leaving this call early (Ctrl-C, cancellation, a lost connection) leaves the command running, unless
+        `on_disconnect="kill"`: `processes.connect(id)` reads on. SandboxPausedError has its id and the offset to
+        read on from in `details`.
         """
         if on_stdout is None and on_stderr is None:
             body = _wire.exec_body(
                 cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=False
             )
+            body.update(_process.manner(id, tag, on_disconnect))
             path = f"/v1/sandboxes/{self.id}/exec"
             answer = await self._transport.json(
                 "POST", path, body, wait_s=_wire.wait_s(timeout), sandbox=self.id
             )
             return results.exec_result(answer)
-        stream = await self.exec_stream(cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout)
+        stream = await self.exec_stream(
+            cmd,
+            env=env,
+            cwd=cwd,
+            user=user,
+            stdin=stdin,
+            timeout=timeout,
+            id=id,
+            tag=tag,
+            on_disconnect=on_disconnect,
+        )
         callbacks = {"stdout": on_stdout, "stderr": on_stderr}
         kept = {name: _wire.Collector(limits.EXEC_OUTPUT_BYTES_MAX) for name in callbacks}
         async with stream:
@@ -369,12 +392,17 @@ class AsyncSandbox:
         user: str | None = None,
         stdin: str | bytes | None = None,
         timeout: float | None = limits.EXEC_TIMEOUT_S,
+        id: str | None = None,
+        tag: str | None = None,
+        on_disconnect: Literal["detach", "kill"] = "detach",
     ) -> AsyncExecStream:
         """Starts a command: an iterator of `Output`, which then has `.result`. Arguments as of `exec`.
 
-        Use it as a context manager: leaving it early kills the command.
+        Use it as a context manager. Leaving it early leaves the command running, unless
+        `on_disconnect="kill"`; `processes.connect(stream.id, stream.offset)` reads on.
         """
         body = _wire.exec_body(cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=True)
+        body.update(_process.manner(id, tag, on_disconnect))
         path = f"/v1/sandboxes/{self.id}/exec"
         events = await self._transport.events(
             path, body, ends=_EXEC_END, wait_s=_wire.wait_s(timeout), sandbox=self.id
@@ -387,50 +415,33 @@ class AsyncSandbox:
             raise
         return stream
 
-
-class AsyncExecStream:
-    """A running command: an iterator of its output as it comes."""
-
-    def __init__(self, events: AsyncEventStream) -> None:
-        self._events = events
-        self.pid: int | None = None
-        """In the guest."""
-        self.end: dict[str, Any] | None = None
-
-    async def __aenter__(self) -> AsyncExecStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def __aiter__(self) -> AsyncExecStream:
-        return self
-
-    async def _start(self) -> None:
-        """The first event says that the program runs; if it could not be, this raises."""
-        self.pid = (await self._events.__anext__()).get("pid")
-
-    async def __anext__(self) -> results.Output:
-        while True:
-            event = await self._events.__anext__()
-            kind = event.get("type")
-            if kind == "stdout":
-                return results.Output("stdout", base64.b64decode(event.get("data_b64") or ""))
-            elif kind == "stderr":
-                return results.Output("stderr", base64.b64decode(event.get("data_b64") or ""))
-            elif kind == "exit":
-                self.end = event
-
-    @property
-    def result(self) -> results.ExecResult:
-        """How it ended (without the output, which was yours). Raises InvalidRequestError before the end."""
-        if self.end is None:
-            raise InvalidRequestError("the command has not ended", hint="iterate to the end first")
-        return results.exec_end(self.end, b"", b"")
-
-    async def aclose(self) -> None:
-        """Ends the command if it still runs."""
-        await self._events.aclose()
+    async def terminal(
+        self,
+        rows: int = 24,
+        cols: int = 80,
+        cmd: str | Sequence[str] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        term: str | None = None,
+        id: str | None = None,
+        tag: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncTerminal:
+        """A terminal in the sandbox, with a login shell in it or `cmd`; see `AsyncTerminal`."""
+        process = await self.processes.start(
+            _process.SHELL if cmd is None else cmd,
+            env=env,
+            cwd=cwd,
+            user=user,
+            tty=(rows, cols),
+            term=term,
+            id=id,
+            tag=tag,
+            timeout=timeout,
+        )
+        return await AsyncTerminal._attach(self._transport, self.id, process.id, 0, stdin=True, owned=True)
 
 
 async def _get(way: AsyncTransport, id: str) -> results.SandboxInfo:

@@ -26,6 +26,7 @@ from llm4agents.errors import (
 )
 from llm4agents.sdk import _local, _wire
 from llm4agents.sdk._runtime import AsyncPools, async_blocking
+from llm4agents.sdk._websocket import AsyncWebSocket
 
 if TYPE_CHECKING:
     import httpcore
@@ -174,6 +175,22 @@ class AsyncTransport:
         accept = [("accept", "application/x-ndjson")]
         stream = await self.stream("POST", path, body, headers=accept, wait_s=wait_s, sandbox=sandbox)
         return AsyncEventStream(stream, ends)
+
+    async def websocket(
+        self, path: str, params: Mapping[str, Any] | None = None, *, sandbox: str | None = None
+    ) -> AsyncWebSocket:
+        """A WebSocket of the server's. The caller closes it."""
+        for last in (False, True):
+            await self.server()
+            try:
+                return await AsyncWebSocket.open(self.settings, _wire.target(path, params), self._headers)
+            except ServerUnavailableError as error:
+                if last:
+                    raise _wire.named(error, sandbox) from error.__cause__
+                await self._left()
+            except LLM4AgentsError as error:
+                raise _wire.named(error, sandbox) from error.__cause__
+        raise AssertionError("not reached")
 
     async def _whole(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None

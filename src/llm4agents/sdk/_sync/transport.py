@@ -27,6 +27,7 @@ from llm4agents.errors import (
 )
 from llm4agents.sdk import _local, _wire
 from llm4agents.sdk._runtime import Pools, blocking
+from llm4agents.sdk._websocket import WebSocket
 
 if TYPE_CHECKING:
     import httpcore
@@ -175,6 +176,22 @@ class Transport:
         accept = [("accept", "application/x-ndjson")]
         stream = self.stream("POST", path, body, headers=accept, wait_s=wait_s, sandbox=sandbox)
         return EventStream(stream, ends)
+
+    def websocket(
+        self, path: str, params: Mapping[str, Any] | None = None, *, sandbox: str | None = None
+    ) -> WebSocket:
+        """A WebSocket of the server's. The caller closes it."""
+        for last in (False, True):
+            self.server()
+            try:
+                return WebSocket.open(self.settings, _wire.target(path, params), self._headers)
+            except ServerUnavailableError as error:
+                if last:
+                    raise _wire.named(error, sandbox) from error.__cause__
+                self._left()
+            except LLM4AgentsError as error:
+                raise _wire.named(error, sandbox) from error.__cause__
+        raise AssertionError("not reached")
 
     def _whole(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None

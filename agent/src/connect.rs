@@ -60,6 +60,11 @@ impl Connection {
 
     /// Bytes of the host; how many were consumed.
     pub fn offer(&mut self, bytes: &[u8]) -> usize {
+        if self.connecting {
+            // A write would take the socket's error, and the connection would look made.
+            self.inlet.hold(bytes);
+            return 0;
+        }
         let done = self.inlet.offer(self.fd(), bytes);
         self.settle();
         done

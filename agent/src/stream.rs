@@ -83,6 +83,11 @@ impl Inlet {
         done
     }
 
+    /// Keep bytes for a descriptor that cannot be written to yet.
+    pub fn hold(&mut self, bytes: &[u8]) {
+        self.pending.extend_from_slice(bytes);
+    }
+
     /// Go on with what waits; how many were consumed.
     pub fn drain(&mut self, fd: RawFd) -> usize {
         let pending = std::mem::take(&mut self.pending);

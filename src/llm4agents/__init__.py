@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         NotFoundError,
         NotStartedError,
         PathNotFoundError,
+        PortError,
+        PortRefusedError,
         ProgramFailedError,
         ProtocolError,
         SandboxDiedError,
@@ -63,7 +65,8 @@ __version__ = "0.1.0"
 _ERRORS = (
     "BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError GuestError "
     "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError "
-    "PathNotFoundError ProgramFailedError ProtocolError SandboxDiedError SandboxNotFoundError "
+    "PathNotFoundError PortError PortRefusedError ProgramFailedError ProtocolError "
+    "SandboxDiedError SandboxNotFoundError "
     "SandboxPausedError ServerUnavailableError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
@@ -100,6 +103,8 @@ __all__ = [
     "Output",
     "PathNotFoundError",
     "Port",
+    "PortError",
+    "PortRefusedError",
     "ProcessInfo",
     "ProcessOutput",
     "ProgramFailedError",

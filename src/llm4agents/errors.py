@@ -12,6 +12,7 @@ without reading words:
     │   │   ├── TemplateNotFoundError
     │   │   └── PathNotFoundError
     │   ├── ConflictError            it exists, or its state forbids the call (killed, wrong version)
+    │   ├── PortRefusedError         nothing listens on that port of the sandbox
     │   ├── CapacityError            this node is full, or out of disk or memory
     │   ├── HostSetupError           a host package, device or permission is missing; says which
     │   ├── ServerUnavailableError   no server answers and none could be started; names its log
@@ -22,6 +23,7 @@ without reading words:
     │   ├── SandboxDiedError         the VM ended under the call; says why when that is known
     │   ├── TimedOutError            the deadline passed (also a TimeoutError); what ran was ended
     │   ├── ConnectionLostError      the server or the channel went away in mid-call
+    │   ├── PortError                the server on a port of the sandbox broke off, or is none of that kind
     │   ├── ProtocolError            the guest broke the protocol; its session was ended
     │   ├── GuestError               the guest's agent failed in a way it could describe (errno)
     │   └── VmmError                 the virtual machine monitor refused a command
@@ -98,6 +100,13 @@ class ConflictError(NotStartedError):
 
     code = "conflict"
     http_status = 409
+
+
+class PortRefusedError(NotStartedError):
+    """Nothing listens on that port of the sandbox."""
+
+    code = "port_refused"
+    http_status = 502
 
 
 class CapacityError(NotStartedError):
@@ -181,6 +190,13 @@ class ConnectionLostError(UnknownOutcomeError):
     """The other side went away in the middle of the call."""
 
     code = "connection_lost"
+    http_status = 502
+
+
+class PortError(UnknownOutcomeError):
+    """The server on a port of the sandbox broke the connection off, or does not speak what it was spoken to in."""
+
+    code = "port_failed"
     http_status = 502
 
 

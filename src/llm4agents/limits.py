@@ -83,7 +83,8 @@ EXEC_OUTPUT_BYTES_MAX: Final = 16_777_216
 """What a waited-for (not streamed) exec keeps of each of stdout and stderr; the rest is counted and dropped."""
 OUTPUT_BYTES_MAX: Final = 4_194_304
 """Of a process's output in one answer; the next reads on."""
-WEBSOCKET_MESSAGE_BYTES_MAX: Final = 1_048_576
+WEBSOCKET_MESSAGE_BYTES_MAX: Final = 16_777_216
+"""Either way, and of a guest's own WebSockets too."""
 CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
 CODE_BYTES_MAX: Final = 4_194_304
 CODE_CONTEXTS_MAX: Final = 15
@@ -97,3 +98,14 @@ REQUEST_BODY_BYTES_MAX: Final = 33_554_432
 """Of a request's body, except a file's: those stream through and are as large as the sandbox's disk."""
 DISK_FREE_BYTES_MIN: Final = 512 * 1_048_576
 """Below this much free disk under the state directory nothing new is created."""
+
+# Ports of sandboxes, through the server
+PORT_CONNECTIONS_MAX: Final = 512
+"""Of one sandbox: its session's streams are also for commands and files."""
+PORT_IDLE_CONNECTIONS_MAX: Final = 32
+PORT_IDLE_S: Final = 4.0
+"""How long a connection is kept for the next request; servers close idle ones after 5 s or later."""
+PORT_HEAD_BYTES_MAX: Final = 65_536
+"""Of an answer's status line and headers."""
+PORT_EXPECT_S: Final = 1.0
+"""How long a client's `Expect: 100-continue` is left to the guest before the body is sent all the same."""

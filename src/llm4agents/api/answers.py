@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llm4agents.api.context import Context
 from llm4agents.errors import LLM4AgentsError, to_wire
 
 log = structlog.get_logger()
@@ -33,6 +34,14 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         return dump(content)
+
+
+def problem(error: LLM4AgentsError, context: Context) -> Response:
+    """Problem details; an error of the server's own says where its log is."""
+    body = to_wire(error)
+    if error.http_status >= 500:
+        body["details"] = {**body["details"], "log": str(context.settings.server_log)}
+    return Json(body, status_code=error.http_status, media_type="application/problem+json")
 
 
 async def _gone(receive: Receive) -> None:

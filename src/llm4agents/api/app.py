@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from llm4agents import __version__, limits
-from llm4agents.api.answers import Json
+from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.measured import Measured
+from llm4agents.api.proxy.door import Ports
 from llm4agents.api.routes import calls, contexts, files, node, observe, pool, processes, sandboxes
 from llm4agents.errors import (
     CapacityError,
@@ -27,7 +28,6 @@ from llm4agents.errors import (
     NotFoundError,
     ServerUnavailableError,
     UnknownOutcomeError,
-    to_wire,
 )
 
 log = structlog.get_logger()
@@ -78,14 +78,6 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-def problem(error: LLM4AgentsError, context: Context) -> Response:
-    """Problem details; an error of the server's own says where its log is."""
-    body = to_wire(error)
-    if error.http_status >= 500:
-        body["details"] = {**body["details"], "log": str(context.settings.server_log)}
-    return Json(body, status_code=error.http_status, media_type="application/problem+json")
-
-
 def _words(error: RequestValidationError) -> str:
     def one(found: Any) -> str:
         place = ".".join(str(part) for part in found["loc"] if part not in ("body", "query"))
@@ -104,6 +96,7 @@ def create_app(context: Context) -> FastAPI:
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)
+    app.add_middleware(Ports, context=context)
 
     @app.exception_handler(LLM4AgentsError)
     async def _ours(_: Request, error: LLM4AgentsError) -> Response:

@@ -24,6 +24,11 @@ COMMANDS = {
     "ls": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
     "ps": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
     "kill": ("sandboxes", "kill", "Kill sandboxes; their memory and files are gone."),
+    "forward": (
+        "forward",
+        "forward",
+        "Make ports of a sandbox ports of this machine (127.0.0.1), until Ctrl-C.",
+    ),
     "prune": ("host", "prune", "Remove from the cache what nothing needs."),
     "du": ("host", "du", "Say what lies on disk."),
     "setup": ("host", "setup", "Install the host packages that are missing, after asking."),

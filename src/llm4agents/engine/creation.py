@@ -218,7 +218,9 @@ async def hand_over(
     try:
         telling = _tell(woken.agent, variant, env, age_s)
         if telling:
-            await asyncio.sleep(0)  # now it is on its way: a server that dies from here on leaves a whole sandbox
+            await asyncio.sleep(
+                0
+            )  # now it is on its way: a server that dies from here on leaves a whole sandbox
         now = clock.stamp()
         row.record, row.boot_id = woken.machine.record.to_json(), woken.boot_id
         row.state, row.started_at = "running", now.wall_s

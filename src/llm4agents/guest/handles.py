@@ -241,6 +241,10 @@ class GuestSocket(_OnStream):
         """Whether bytes wait to be read."""
         return self._stream.has_arrived()
 
+    def has_moved(self) -> bool:
+        """Whether bytes wait to be read, or the other end has closed its side or is gone."""
+        return self._stream.pending()
+
     async def write(self, data: bytes) -> None:
         """Waits while the other end does not read."""
         await self._stream.send(data)

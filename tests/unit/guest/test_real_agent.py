@@ -358,9 +358,10 @@ def test_connections(tmp_path: Path) -> None:
                     while chunk := await connection.read():
                         got += chunk
                     assert got == data + b"bye"
-        with pytest.raises(GuestError) as refused:
-            await agent.connect(port)
-        assert refused.value.details["code"] == "refused"
+        for first in (b"", b"hello"):
+            with pytest.raises(GuestError) as refused:
+                await agent.connect(port, first=first)
+            assert refused.value.details["code"] == "refused"
         with pytest.raises(LLM4AgentsError):
             await agent.connect(unix=tmp_path / "none")
 

@@ -21,7 +21,7 @@ from llm4agents.sdk import _process, _wire, results
 from llm4agents.sdk._async.commands import AsyncExecStream
 from llm4agents.sdk._async.contexts import AsyncContexts
 from llm4agents.sdk._async.files import AsyncFiles
-from llm4agents.sdk._async.listening import AsyncListening
+from llm4agents.sdk._async.ports import AsyncPorts
 from llm4agents.sdk._async.processes import AsyncProcesses
 from llm4agents.sdk._async.terminal import AsyncTerminal
 from llm4agents.sdk._async.transport import AsyncTransport, transport
@@ -197,8 +197,8 @@ class AsyncSandbox:
         self._path = f"/v1/sandboxes/{info.id}"
         self.files = AsyncFiles(self._transport, info.id)
         self.processes = AsyncProcesses(self._transport, info.id)
-        self.ports = AsyncListening(self._transport, info.id)
         self.contexts = AsyncContexts(self._transport, info.id)
+        self.ports = AsyncPorts(self._transport, info.id)
         self._transport.retain()
         self._held = True
 

@@ -23,7 +23,7 @@ from llm4agents.sdk._runtime import begin, call
 from llm4agents.sdk._sync.commands import ExecStream
 from llm4agents.sdk._sync.contexts import Contexts
 from llm4agents.sdk._sync.files import Files
-from llm4agents.sdk._sync.listening import Listening
+from llm4agents.sdk._sync.ports import Ports
 from llm4agents.sdk._sync.processes import Processes
 from llm4agents.sdk._sync.terminal import Terminal
 from llm4agents.sdk._sync.transport import Transport, transport
@@ -198,8 +198,8 @@ class Sandbox:
         self._path = f"/v1/sandboxes/{info.id}"
         self.files = Files(self._transport, info.id)
         self.processes = Processes(self._transport, info.id)
-        self.ports = Listening(self._transport, info.id)
         self.contexts = Contexts(self._transport, info.id)
+        self.ports = Ports(self._transport, info.id)
         self._transport.retain()
         self._held = True
 

@@ -20,7 +20,17 @@ from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.measured import Measured
 from llm4agents.api.proxy.door import Ports
-from llm4agents.api.routes import calls, contexts, files, node, observe, pool, processes, sandboxes
+from llm4agents.api.routes import (
+    calls,
+    contexts,
+    files,
+    jobs,
+    node,
+    observe,
+    pool,
+    processes,
+    sandboxes,
+)
 from llm4agents.errors import (
     CapacityError,
     InvalidRequestError,
@@ -92,7 +102,17 @@ def _words(error: RequestValidationError) -> str:
 def create_app(context: Context) -> FastAPI:
     app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
     app.state.context = context
-    for module in (node, sandboxes, calls, contexts, processes, files, observe, pool):
+    for module in (
+        node,
+        sandboxes,
+        calls,
+        contexts,
+        processes,
+        files,
+        jobs,
+        observe,
+        pool,
+    ):
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)

@@ -177,7 +177,7 @@ async def _until_stop(context: Context, serving: asyncio.Task[None]) -> None:
     idle_s = context.settings.server_idle_exit_s
     while not serving.done():
         trim_log(context.settings.server_log)
-        busy = context.active or context.engine.alive
+        busy = context.active or context.engine.alive or context.engine.jobs.busy
         if busy:
             context.last_request_s = time.monotonic()
         left = context.last_request_s + idle_s - time.monotonic()

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
@@ -23,10 +23,12 @@ from llm4agents.engine import host as hosts
 from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.creation import Places
 from llm4agents.engine.feed import Feed
+from llm4agents.engine.jobs import Jobs
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.pool import Pool
+from llm4agents.engine.runs import Sandboxes
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
@@ -85,6 +87,7 @@ class Engine:
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
+        self.jobs = Jobs(cast(Sandboxes, self), store, webhooks_on=settings.webhooks)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.pool = Pool(self.templates, self.driver, self.places, self.admission)
         self.creating = 0
@@ -113,6 +116,7 @@ class Engine:
             self._enter(live)
         self.meter.start()
         self._spawn(self.meter.run())
+        self.jobs.start()
         self.store.forget_ended(clock.wall_s() - FORGET_S)
         self.logs.sweep(lambda sandbox: self.store.get(sandbox) is not None)
         self.pool.start(self.settings.pool)
@@ -120,6 +124,7 @@ class Engine:
     async def close(self, *, keep: bool) -> None:
         """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
         self._closing = True
+        await self.jobs.close()
         for creator in list(self._creators):
             creator.cancel()
         while self._creators:

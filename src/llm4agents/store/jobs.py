@@ -42,7 +42,7 @@ class RunRow:
     sequence: int
     due_at: float
     state: str
-    process: str
+    process: str = ""
     started_at: float | None = None
     ended_at: float | None = None
     result: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ class JobStore:
     # runs
 
     def begin(self, job: JobRow, run: RunRow, *, keep: int) -> None:
-        """The job is `running` from now on and `run` is its newest; runs older than the `keep` newest go.
+        """The job is `running` from now on and `run` is its newest, of process `JOB.SEQUENCE`; only `keep` runs stay.
 
         Raises ConflictError when it is not `waiting` any more.
         """
@@ -128,6 +128,7 @@ class JobStore:
             if done.rowcount != 1:
                 raise ConflictError(f"{job.id} is not waiting to run")
             run.sequence = self._newest(connection, job.id) + 1
+            run.process = f"{job.id}.{run.sequence}"
             columns = {name: getattr(run, name) for name in run.__slots__ if name != "id"}
             run.id = int(connection.execute(insert(job_runs), columns).lastrowid)
             connection.execute(
@@ -172,6 +173,9 @@ class JobStore:
             for row in found
             if (job := self.get(row["job_id"])) is not None
         ]
+
+    def last_run(self, job: str) -> RunRow | None:
+        return next(iter(self.runs(job, 1)), None)
 
     def to_tell(self) -> list[RunRow]:
         """Runs whose webhook has not been answered and not been given up."""

@@ -27,7 +27,7 @@ def job(name: str = "job_a", **more: object) -> JobRow:
 
 
 def run(of: str = "job_a") -> RunRow:
-    return RunRow(of, 0, 100.0, "starting", process=f"proc_{of}")
+    return RunRow(of, 0, 100.0, "starting")
 
 
 def test_what_is_due_is_found_in_order(store: Store) -> None:
@@ -50,7 +50,7 @@ def test_a_run_begins_once(store: Store) -> None:
     assert stale is not None
     first = run()
     jobs.begin(made, first, keep=100)
-    assert (made.state, made.next_at, first.sequence) == ("running", None, 1)
+    assert (made.state, made.next_at, first.process) == ("running", None, "job_a.1")
     with pytest.raises(ConflictError):
         jobs.begin(stale, run(), keep=100)
     assert [(j.id, r.sequence) for j, r in jobs.open_runs("sbx_1")] == [("job_a", 1)]

@@ -1,0 +1,284 @@
+"""Jobs in real sandboxes: started and left, scheduled, told, over killed servers and the ends of sandboxes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.support import Node, eventually, unb64
+
+pytestmark = pytest.mark.vm
+
+Make = Callable[..., Node]
+
+
+def add(node: Node, sandbox: str, **spec: Any) -> dict[str, Any]:
+    what = spec if {"argv", "command", "code"} & set(spec) else {"command": "echo done", **spec}
+    return dict(node.call("POST", f"/v1/sandboxes/{sandbox}/jobs", json=what))
+
+
+def job_of(node: Node, job: dict[str, Any]) -> dict[str, Any]:
+    return dict(node.call("GET", f"/v1/sandboxes/{job['sandbox']}/jobs/{job['id']}"))
+
+
+def runs_of(node: Node, job: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(node.call("GET", f"/v1/sandboxes/{job['sandbox']}/jobs/{job['id']}/runs")["data"])
+
+
+def run_in(node: Node, job: dict[str, Any], *states: str, timeout_s: float = 20) -> dict[str, Any]:
+    """Its newest run, once it is in one of `states`."""
+
+    def seen() -> dict[str, Any] | None:
+        found = runs_of(node, job)
+        return found[0] if found and found[0]["state"] in states else None
+
+    return dict(eventually(seen, timeout_s))
+
+
+def output(node: Node, job: dict[str, Any], **query: Any) -> bytes:
+    path = f"/v1/sandboxes/{job['sandbox']}/jobs/{job['id']}/output"
+    return unb64(node.call("GET", path, params=query)["data_b64"])
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[tuple[dict[str, str], bytes]], list[int]]]:
+    """A URL that answers with the statuses in the list (then 200), and what it was told."""
+    heard: list[tuple[dict[str, str], bytes]] = []
+    answers: list[int] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            heard.append(({name.lower(): value for name, value in self.headers.items()}, body))
+            self.send_response(answers.pop(0) if answers else 200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/", heard, answers
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_job_runs_and_its_result_and_output_stay(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    job = add(
+        node, sandbox, command="echo out; echo err >&2; pwd; echo $A; exit 3", env={"A": "b c"}, cwd="/tmp"
+    )
+    assert job["state"] in ("waiting", "running") and "webhook_secret" not in job
+    run = run_in(node, job, "done")
+    assert run["result"]["exit_code"] == 3 and not run["result"]["timed_out"]
+    assert sorted(output(node, job).splitlines()) == [b"/tmp", b"b c", b"err", b"out"]
+    assert job_of(node, job)["state"] == "ended"
+    assert run["process"] == f"{job['id']}.1"
+    assert run["due_at"] <= run["started_at"] <= run["ended_at"]
+    processes = node.call("GET", f"/v1/sandboxes/{sandbox}/processes")["data"]
+    assert [p["id"] for p in processes] == [], "a run that is recorded is forgotten by the guest"
+    listed = node.call("GET", "/v1/jobs", params={"state": "ended"})["data"]
+    assert job["id"] in [found["id"] for found in listed]
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+
+
+def test_output_is_read_while_it_runs_and_the_end_of_much_is_kept(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    job = add(node, sandbox, command="echo begun; read x < <(sleep 60); echo no")
+    run_in(node, job, "running")
+    assert output(node, job, wait_s=10) == b"begun\n"
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}/jobs/{job['id']}")
+    assert run_in(node, job, "cancelled")["result"]["signal"] == 9
+    assert job_of(node, job)["state"] == "cancelled"
+    assert node.exec(sandbox, "pgrep -x sleep")["exit_code"] == 1
+    much = add(node, sandbox, command="seq 1 50000; echo last")
+    run = run_in(node, much, "done")
+    whole = "".join(f"{n}\n" for n in range(1, 50001)).encode() + b"last\n"
+    assert run["result"]["output_end"] == len(whole)
+    assert output(node, much) == whole[-65536:]
+    assert output(node, much, **{"from": len(whole) - 5}) == b"last\n"
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+
+
+def test_ends_that_are_no_exit_codes(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    slow = add(node, sandbox, command="sleep 60 & sleep 60", timeout_s=0.3)
+    wrong = add(node, sandbox, argv=["/no/such/program"])
+    nowhere = add(node, sandbox, command="true", cwd="/no/such/directory")
+    assert run_in(node, slow, "done")["result"]["timed_out"]
+    assert "/no/such/program" in run_in(node, wrong, "failed")["result"]["reason"]
+    assert "/no/such/directory" in run_in(node, nowhere, "failed")["result"]["reason"]
+    assert {job_of(node, job)["state"] for job in (slow, wrong, nowhere)} == {"ended"}
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+
+
+def test_a_job_holds_its_sandbox_open_until_it_ends(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create(timeout_s=1.5)
+    job = add(node, sandbox, command="sleep 4; echo whole")
+    run = run_in(node, job, "done")
+    assert run["result"]["exit_code"] == 0 and output(node, job) == b"whole\n"
+    assert node.ended(sandbox)["reason"] == "idle_timeout"
+
+
+def test_on_exit_kill_and_the_jobs_of_a_sandbox_that_has_ended(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    later = add(node, sandbox, at=time.time() + 1000)
+    job = add(node, sandbox, command="echo bye", on_exit="kill")
+    assert node.ended(sandbox)["reason"] == f"{job['id']} ended"
+    assert run_in(node, job, "done")["result"]["exit_code"] == 0
+    assert output(node, job) == b"bye\n"
+    eventually(lambda: job_of(node, later)["state"] == "ended")
+    refused = node.http.post(f"/v1/sandboxes/{sandbox}/jobs", json={"command": "true"})
+    assert refused.status_code == 409 and "has ended" in refused.text
+
+
+def test_a_run_whose_machine_goes_is_lost(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    job = add(node, sandbox, command="sleep 60", every_s=60)
+    run_in(node, job, "running")
+    os.kill(node.vmm(sandbox), signal.SIGKILL)
+    run = run_in(node, job, "lost")
+    assert "signal 9" in run["result"]["reason"]
+    assert job_of(node, job)["state"] == "ended"
+
+
+def test_schedules(shared_node: Node) -> None:
+    node, sandbox = shared_node, shared_node.create()
+    soon = time.time() + 1.5
+    at = add(node, sandbox, at=soon)
+    beat = add(node, sandbox, every_s=60)
+    assert at["next_at"] == soon
+    run = run_in(node, at, "done")
+    assert soon <= run["started_at"] < soon + 5
+    run_in(node, beat, "done")
+    waiting = job_of(node, beat)
+    assert waiting["state"] == "waiting" and 50 < waiting["next_at"] - time.time() <= 60
+    node.call("POST", f"/v1/sandboxes/{sandbox}/jobs/{beat['id']}/run")
+    eventually(lambda: [run["state"] for run in runs_of(node, beat)] == ["done", "done"])
+    assert job_of(node, beat)["next_at"] == waiting["next_at"], "its rhythm stays"
+    again = node.http.post(f"/v1/sandboxes/{sandbox}/jobs/{at['id']}/run")
+    assert again.status_code == 409
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}/jobs/{beat['id']}")
+    assert job_of(node, beat)["state"] == "cancelled"
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({}, "one of argv"),
+        ({"argv": ["true"], "command": "true"}, "one of argv"),
+        ({"argv": []}, "nothing to run"),
+        ({"command": "true", "every_s": 5}, "every_s"),
+        ({"command": "true", "at": "tomorrow"}, "RFC 3339"),
+        ({"command": "true", "at": 1e15}, "milliseconds"),
+        ({"command": "true", "on_exit": "explode"}, "on_exit"),
+        ({"command": "true", "webhook": "ftp://example.com"}, "http"),
+        ({"command": "true", "webhook": "http://169.254.169.254/"}, "link-local"),
+        ({"code": "x" * 70_000}, "longer"),
+        ({"command": "true", "nonsense": 1}, "nonsense"),
+    ],
+)
+def test_bad_jobs_say_why(shared_node: Node, spec: dict[str, Any], words: str) -> None:
+    sandbox = next(iter(shared_node.call("GET", "/v1/sandboxes", params={"state": "running"})["data"]), None)
+    ident = sandbox["id"] if sandbox else shared_node.create()
+    answer = shared_node.http.post(f"/v1/sandboxes/{ident}/jobs", json=spec)
+    assert answer.status_code == 400 and words in answer.text, answer.text
+
+
+def test_a_webhook_is_signed_tried_again_and_recorded(node: Node, hook: Any) -> None:
+    url, heard, answers = hook
+    answers.append(500)
+    sandbox = node.create()
+    job = add(node, sandbox, command="echo result", webhook=url)
+    secret = job["webhook_secret"]
+    assert "webhook_secret" not in job_of(node, job) and secret not in json.dumps(job_of(node, job))
+    run = run_in(node, job, "done")
+    eventually(lambda: len(heard) == 1)
+    node.kill9()  # between two tries
+    node.start()
+    eventually(lambda: len(heard) == 2)
+    run = eventually(lambda: (found := runs_of(node, job)[0])["told"]["answered"] and found)
+    assert run["told"]["tries"] == 2 and run["told"]["next_at"] is None
+    assert [("error" in entry, entry.get("status")) for entry in run["told"]["last"]] == [
+        (True, None),
+        (False, 200),
+    ]
+    for headers, body in heard:
+        message = json.loads(body)
+        assert message["id"] == headers["x-llm4agents-delivery"] == run["process"]
+        assert message["state"] == "done" and unb64(message["result"]["output_b64"]) == b"result\n"
+        at, _, digest = headers["x-llm4agents-signature"].removeprefix("t=").partition(",v1=")
+        assert hmac.new(secret.encode(), at.encode() + b"." + body, hashlib.sha256).hexdigest() == digest
+
+
+def test_webhooks_can_be_off(nodes: Make) -> None:
+    node = nodes(LLM4AGENTS_WEBHOOKS="off").start()
+    sandbox = node.create()
+    answer = node.http.post(
+        f"/v1/sandboxes/{sandbox}/jobs", json={"command": "true", "webhook": "http://127.0.0.1/"}
+    )
+    assert answer.status_code == 400 and "LLM4AGENTS_WEBHOOKS" in answer.text
+
+
+def test_a_server_killed_during_a_run_and_its_successor(node: Node) -> None:
+    sandbox = node.create()
+    job = add(node, sandbox, command="echo $$ >> pids; sleep 5; echo real end; exit 7")
+    run_in(node, job, "running")
+    node.kill9()
+    node.start()
+    assert run_in(node, job, "running", "done")["sequence"] == 1
+    run = run_in(node, job, "done")
+    assert run["result"]["exit_code"] == 7 and output(node, job) == b"real end\n"
+    assert node.exec(sandbox, "wc -l < pids")["stdout"].strip() == "1", "it ran once"
+
+
+def test_a_run_that_ended_while_no_server_lived_has_its_real_end(node: Node) -> None:
+    sandbox = node.create()
+    job = add(node, sandbox, command="sleep 2; echo real end; exit 7")
+    beat = add(node, sandbox, command="echo beat >> beats; sleep 1", every_s=60)
+    run_in(node, job, "running")
+    run_in(node, beat, "done")
+    node.kill9()
+    time.sleep(2.5)
+    node.start()
+    run = run_in(node, job, "done")
+    assert run["result"]["exit_code"] == 7 and output(node, job) == b"real end\n"
+    waiting = job_of(node, beat)
+    assert (waiting["state"], waiting["runs"]) == ("waiting", 1), "its time has not come"
+
+
+def test_the_machine_of_a_run_goes_while_no_server_lives(node: Node) -> None:
+    sandbox = node.create()
+    job = add(node, sandbox, command="sleep 60")
+    run_in(node, job, "running")
+    vmm = node.vmm(sandbox)
+    node.kill9()
+    os.kill(vmm, signal.SIGKILL)
+    eventually(lambda: (node.run / "vm" / sandbox / "exit").exists())
+    node.start()
+    assert "signal 9" in run_in(node, job, "lost")["result"]["reason"]
+    assert job_of(node, job)["state"] == "ended"
+
+
+def test_a_server_that_is_stopped_keeps_runs_and_schedules(node: Node) -> None:
+    sandbox = node.create()
+    job = add(node, sandbox, command="sleep 3; echo real end")
+    soon = add(node, sandbox, at=time.time() + 2)
+    run_in(node, job, "running")
+    node.stop(keep=True)
+    node.start()
+    assert run_in(node, job, "done")["result"]["exit_code"] == 0
+    run_in(node, soon, "done")

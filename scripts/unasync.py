@@ -26,8 +26,8 @@ WORDS = [
     (r"async for", "for"),
     (r"await ", ""),
     (
-        r"from collections\.abc import AsyncIterable, Callable, Iterable",
-        "from collections.abc import Callable, Iterable",
+        r"from collections\.abc import AsyncIterable, Iterable, Sequence",
+        "from collections.abc import Iterable, Sequence",
     ),
     (r" \| AsyncIterable\[bytes\]", ""),
     (r"handle_async_request", "handle_request"),
@@ -36,7 +36,7 @@ WORDS = [
     (r"__a(enter|exit|iter|next)__", r"__\1__"),
     (r"\baclose\b", "close"),
     (r"\b_async\b", "_sync"),
-    (r"\basync_(blocking|call|begin|chunks)\b", r"\1"),
+    (r"\basync_(blocking|call|begin|chunks|fed)\b", r"\1"),
     (r"\bAsync(?=[A-Z])", ""),
 ]
 # Said of the asynchronous class on purpose, also in the synchronous file.

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Result,
         SandboxInfo,
     )
+    from llm4agents.sdk.tree_results import FileChange, FileMatch, SearchResult
 
 __version__ = "0.1.0"
 
@@ -79,6 +80,7 @@ _HOMES = {
     "AsyncSandbox": "llm4agents.sdk._async.sandbox",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
     **dict.fromkeys(_RESULTS.split(), "llm4agents.sdk.results"),
+    **dict.fromkeys(("FileChange", "FileMatch", "SearchResult"), "llm4agents.sdk.tree_results"),
 }
 
 __all__ = [
@@ -93,7 +95,9 @@ __all__ = [
     "ExecResult",
     "Execution",
     "ExecutionError",
+    "FileChange",
     "FileInfo",
+    "FileMatch",
     "GuestError",
     "HostSetupError",
     "InvalidRequestError",
@@ -115,6 +119,7 @@ __all__ = [
     "SandboxInfo",
     "SandboxNotFoundError",
     "SandboxPausedError",
+    "SearchResult",
     "ServerUnavailableError",
     "TemplateNotFoundError",
     "TimedOutError",

@@ -30,6 +30,7 @@ from llm4agents.api.routes import (
     pool,
     processes,
     sandboxes,
+    trees,
 )
 from llm4agents.errors import (
     CapacityError,
@@ -112,6 +113,7 @@ def create_app(context: Context) -> FastAPI:
         jobs,
         observe,
         pool,
+        trees,
     ):
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)

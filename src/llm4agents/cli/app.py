@@ -21,6 +21,17 @@ COMMANDS = {
         "Run a command in a sandbox; its output, and its exit code, are passed on.",
     ),
     "cp": ("sandboxes", "cp", "Copy files into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL)."),
+    "find": ("trees", "find", "List the files below a directory of a sandbox, by name."),
+    "grep": (
+        "trees",
+        "grep",
+        "Search the lines of a sandbox's files; exit code 1 when none is found.",
+    ),
+    "watch": (
+        "trees",
+        "watch",
+        "Print what changes in a directory of a sandbox, until it is interrupted (Ctrl-C).",
+    ),
     "ls": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
     "ps": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
     "kill": ("sandboxes", "kill", "Kill sandboxes; their memory and files are gone."),

@@ -121,12 +121,18 @@ def _exec(sandbox: Sandbox, cmd: str | list[str], wanted: dict[str, Any], json: 
 def cp(
     source: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
     target: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="As cp's; directories are copied whole without it, too.")
+    ] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Left out of a directory copied out; repeatable.")
+    ] = None,
     user: options.User = None,
     json: options.Json = False,
 ) -> None:
     """Copy files into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL).
 
-    A directory is copied with all that is in it.
+    A directory is copied with all that is in it; links in it stay links.
     """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
@@ -145,8 +151,11 @@ def cp(
         else:
             assert out is not None
             sandbox = Sandbox.connect(ids.resolve(out[0]))
+            step = progress.copied(source)
             done = str(
-                sandbox.files.download(out[1] or ".", target, user=user, on_progress=progress.copied(source))
+                sandbox.files.download(
+                    out[1] or ".", target, exclude=exclude or (), user=user, on_progress=step
+                )
             )
     if json:
         output.emit({"copied": done})

@@ -170,3 +170,79 @@ def _split(data: Any, size: int) -> Iterator[bytes]:
             yield bytes(view[at : at + size])
     else:
         yield from data
+
+
+class _Feed:
+    """`read(n)` for a function that blocks: n bytes of the pieces `next_piece` gives, fewer only at their end."""
+
+    def __init__(self, next_piece: Callable[[], bytes | None]) -> None:
+        self._next, self._held, self._ended = next_piece, bytearray(), False
+
+    def read(self, size: int) -> bytes:
+        while len(self._held) < size and not self._ended:
+            piece = self._next()
+            if piece is None:
+                self._ended = True
+            else:
+                self._held += piece
+        taken = bytes(self._held[:size])
+        del self._held[:size]
+        return taken
+
+
+async def async_fed(
+    function: Callable[[Callable[[int], bytes]], T], stream: Any, progress: Callable[..., Any] | None
+) -> T:
+    """Runs `function(read)`, which blocks, in a thread that is fed with the bytes of `stream`.
+
+    When this is cancelled, `read` raises in the thread, and its end is waited for.
+    """
+    import asyncio
+    import concurrent.futures
+
+    loop, got, stopped = asyncio.get_running_loop(), 0, False
+    waiting: list[concurrent.futures.Future[bytes | None]] = []
+
+    async def piece() -> bytes | None:
+        nonlocal got
+        try:
+            found: bytes = await stream.__anext__()
+        except StopAsyncIteration:
+            return None
+        got += len(found)
+        await async_call(progress, got, None)
+        return found
+
+    def next_piece() -> bytes | None:
+        future = asyncio.run_coroutine_threadsafe(piece(), loop)
+        waiting[:] = [future]
+        if stopped:
+            future.cancel()
+        return future.result()
+
+    thread = asyncio.ensure_future(asyncio.to_thread(function, _Feed(next_piece).read))
+    try:
+        return await asyncio.shield(thread)
+    finally:
+        stopped = True
+        for future in waiting:
+            future.cancel()
+        if not thread.done():
+            await asyncio.wait({thread})
+
+
+def fed(
+    function: Callable[[Callable[[int], bytes]], T], stream: Any, progress: Callable[..., Any] | None
+) -> T:
+    """The same where nothing is asynchronous."""
+    got = 0
+
+    def next_piece() -> bytes | None:
+        nonlocal got
+        found: bytes | None = next(stream, None)
+        if found is not None:
+            got += len(found)
+            call(progress, got, None)
+        return found
+
+    return function(_Feed(next_piece).read)

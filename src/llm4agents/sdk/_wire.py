@@ -194,11 +194,12 @@ def code_body(
 
 
 def target(path: str, params: Mapping[str, Any] | None) -> str:
-    """Path and query of a request. None in `params` is left out."""
+    """Path and query of a request. None in `params` is left out, a list is given item by item."""
     pairs = [
-        f"{quote(name, safe='.')}={quote(os_text(value), safe='/')}"
+        f"{quote(name, safe='.')}={quote(os_text(item), safe='/')}"
         for name, value in (params or {}).items()
-        if value is not None
+        for item in (value if isinstance(value, list) else [value])
+        if item is not None
     ]
     return f"{path}?{'&'.join(pairs)}" if pairs else path
 

@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import sys
+import tarfile
 import traceback
 import uuid
 from pathlib import Path
@@ -34,6 +35,7 @@ VERSION = os.environ.get("CONTRACT_VERSION", __version__)
 SANDBOXES: dict[str, dict[str, Any]] = {}
 SPACES: dict[tuple[str, str], dict[str, Any]] = {}
 SERVER: list[uvicorn.Server] = []
+TRAILER = b'LLM4AGENTS-TAR {"skipped": 1, "unreadable": 2, "first_unreadable": "/x"}\n'
 
 
 def directory(id: str) -> Path:
@@ -314,6 +316,21 @@ async def files(call: Call, id: str, rest: list[str]) -> None:
             top, deep = local(id, call.params["path"]), int(call.params["depth"])
             found = sorted(top.rglob("*")) if deep > 1 else sorted(top.iterdir())
             await call.answer({"entries": [entry(id, path) for path in found], "truncated": False})
+        case ["GET", "tar"]:
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                for path in sorted(local(id, call.params["path"]).rglob("*")):
+                    if path.name != call.params.get("exclude"):
+                        archive.add(path, path.relative_to(local(id, call.params["path"])), recursive=False)
+            await call.answer(
+                packed.getvalue() + TRAILER if "unreadable" in call.params["path"] else packed.getvalue()
+            )
+        case ["PUT", "tar"]:
+            with tarfile.open(fileobj=io.BytesIO(await call.body())) as archive:
+                archive.extractall(local(id, call.params["path"]), filter="fully_trusted")
+                await call.answer(
+                    {"path": call.params["path"], "entries": len(archive.getnames()), "bytes": 0}
+                )
         case ["POST", "mkdir"]:
             body = await call.json()
             local(id, body["path"]).mkdir(parents=body["parents"], exist_ok=body["exist_ok"])

@@ -68,24 +68,29 @@ async def write(
     async with (await context.access(request, sandbox)).use(f"write {target}") as agent:
         try:
             size = await agent.write(
-                target, _chunks(request), mode=mode, user=context.user_of(user), parents=parents
+                target, chunks(request), mode=mode, user=context.user_of(user), parents=parents
             )
         except LLM4AgentsError:
-            # Most clients read an answer only after they have sent everything.
-            # RuntimeError: it had been read to its end before the guest said no.
-            with contextlib.suppress(TimeoutError, RuntimeError):
-                async with asyncio.timeout(DRAIN_S):
-                    async for _ in request.stream():
-                        pass
+            await drain(request)
             raise
     return Json({"path": target, "size": size})
 
 
-async def _chunks(request: Request) -> AsyncGenerator[bytes, None]:
+async def chunks(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes."""
     # ClientDisconnect comes out of here when the client goes away: the write is then cancelled, not ended.
     async for chunk in request.stream():
         if chunk:
             yield chunk
+
+
+async def drain(request: Request) -> None:
+    """Take the rest of a body whose writing has failed: most clients read an answer only after they have sent all."""
+    # RuntimeError: it had been read to its end before the guest said no.
+    with contextlib.suppress(TimeoutError, RuntimeError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in request.stream():
+                pass
 
 
 @router.get("/stat")

@@ -279,8 +279,12 @@ class AsyncByteStream:
             except LLM4AgentsError as mapped:
                 raise _wire.named(mapped, self.sandbox) from error
 
-    async def read(self) -> bytes:
-        """All of it."""
+    async def read(self, size: int = -1) -> bytes:
+        """All of it; with a `size`, the next piece, however long it is, and b"" at the end."""
+        if size >= 0:
+            async for piece in self:
+                return piece
+            return b""
         pieces = []
         async for piece in self:
             pieces.append(piece)

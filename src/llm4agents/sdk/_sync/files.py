@@ -10,26 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError, PathNotFoundError
 from llm4agents.sdk import _wire, results
 from llm4agents.sdk._runtime import blocking, call, chunks
+from llm4agents.sdk._sync.trees import CHUNK_BYTES, Progress, Trees
 
 if TYPE_CHECKING:
     from llm4agents.sdk._sync.transport import ByteStream, Transport
 
-CHUNK_BYTES = 262_144
-DEPTH_MAX = 64
-"""The deepest that a server lists (`files/list`)."""
 Data = str | bytes | bytearray | memoryview | IO[bytes] | Iterable[bytes]
-Progress = Callable[[int, "int | None"], Any]
-"""Called with (bytes so far, bytes in all or None), after each chunk."""
 
 
-class Files:
+class Files(Trees):
     """The files of one sandbox."""
 
     def __init__(self, transport: Transport, sandbox: str) -> None:
@@ -149,9 +145,9 @@ class Files:
             answer = _wire.object_of(stream.read())
         return int(answer.get("size") or 0)
 
-    def stat(self, path: str, *, user: str | None = None) -> results.FileInfo:
-        """What `path` is; links are followed."""
-        params = {"path": _wire.path_of(path), "user": user}
+    def stat(self, path: str, *, follow: bool = True, user: str | None = None) -> results.FileInfo:
+        """What `path` is; with `follow=False` a link itself, whose `target` is where it points."""
+        params = {"path": _wire.path_of(path), "follow": None if follow else False, "user": user}
         return results.file_info(self._json("GET", "stat", params=params))
 
     def exists(self, path: str, *, user: str | None = None) -> bool:
@@ -202,10 +198,11 @@ class Files:
         user: str | None = None,
         on_progress: Progress | None = None,
     ) -> str:
-        """Copies a file or directory of this machine into the sandbox; the mode's execute bits are kept.
+        """Copies a file or directory of this machine into the sandbox.
 
         `remote` is the target's own name (default: the local name in /home/user); one that ends in `/`
-        is the directory to put it in. Links are followed. Returns the path in the sandbox.
+        is the directory to put it in. Of a file the mode's execute bits are kept, of what is in a directory modes,
+        times and links (which stay links). All belongs to `user`. Returns the path in the sandbox.
         """
         source = Path(local)
         name, is_dir = _look(source)
@@ -214,13 +211,7 @@ class Files:
         if not is_dir:
             self._upload_file(source, target, user, on_progress)
             return target
-        self.mkdir(target, user=user)
-        for folder, names, files in blocking(lambda: list(os.walk(source, followlinks=False))):
-            at = posixpath.join(target, Path(folder).relative_to(source).as_posix())
-            for name in names:
-                self.mkdir(posixpath.join(at, name), user=user)
-            for name in files:
-                self._upload_file(Path(folder, name), posixpath.join(at, name), user, on_progress)
+        self._upload_tree(source, target, user, on_progress)
         return target
 
     def _upload_file(self, source: Path, target: str, user: str | None, progress: Progress | None) -> None:
@@ -241,13 +232,16 @@ class Files:
         remote: str,
         local: str | os.PathLike[str] | None = None,
         *,
+        exclude: Sequence[str] = (),
         user: str | None = None,
         on_progress: Progress | None = None,
     ) -> Path:
         """Copies a file or directory of the sandbox to this machine.
 
         `local` is the target's own name (default: the remote name here); an existing directory is the one
-        to put it in. A file appears whole or not at all. Returns the path on this machine.
+        to put it in. A file appears whole or not at all. Of a directory, `exclude` (globs) leaves out, and nothing is
+        written outside the target: links that lead out of it are not made. GuestError, after all else has been
+        copied, when `user` may not read some of it. Returns the path on this machine.
         """
         source = _wire.path_of(remote)
         info = self.stat(source, user=user)
@@ -257,14 +251,7 @@ class Files:
         if not info.is_dir:
             self._download_file(source, target, info, user, on_progress)
             return target
-        target.mkdir(parents=True, exist_ok=True)
-        for entry in self.list(source, depth=DEPTH_MAX, user=user):
-            at = target / _below(entry.path, source)
-            if entry.is_dir:
-                at.mkdir(parents=True, exist_ok=True)
-            elif entry.is_file:  # links and devices of the guest mean nothing here
-                at.parent.mkdir(parents=True, exist_ok=True)
-                self._download_file(entry.path, at, entry, user, on_progress)
+        self._download_tree(source, target, exclude, user, on_progress)
         return target
 
     def _download_file(
@@ -315,11 +302,3 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def _below(path: str, top: str) -> str:
-    """`path` relative to `top`. The guest chose the names: one that leaves `top` is refused."""
-    relative = posixpath.relpath(path, top)
-    if relative.startswith("../") or relative == ".." or posixpath.isabs(relative):
-        raise InvalidRequestError(f"the sandbox lists {path!r}, which is not below {top!r}")
-    return relative

@@ -280,8 +280,12 @@ class ByteStream:
             except LLM4AgentsError as mapped:
                 raise _wire.named(mapped, self.sandbox) from error
 
-    def read(self) -> bytes:
-        """All of it."""
+    def read(self, size: int = -1) -> bytes:
+        """All of it; with a `size`, the next piece, however long it is, and b"" at the end."""
+        if size >= 0:
+            for piece in self:
+                return piece
+            return b""
         pieces = []
         for piece in self:
             pieces.append(piece)

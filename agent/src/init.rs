@@ -189,7 +189,7 @@ fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) -> Opt
 }
 
 /// The disk of a slot: by its serial number, else by its place.
-fn disk(slot: &str, place: &str) -> Option<String> {
+pub fn disk(slot: &str, place: &str) -> Option<String> {
     let mut named = false;
     for block in fs::read_dir("/sys/block").ok()?.flatten() {
         let serial = fs::read_to_string(block.path().join("serial")).unwrap_or_default();

@@ -28,6 +28,7 @@ pub mod msgpack;
 pub mod out;
 pub mod ports;
 pub mod pty;
+pub mod quota;
 pub mod restore;
 pub mod search;
 pub mod spawn;

@@ -272,6 +272,10 @@ impl Agent {
         if pids.is_some() || memory.is_some() {
             self.machine()?.sandbox.limit(pids, memory).map_err(crate::failure::at("set limits"))?;
         }
+        if let Some(bytes) = count("disk_bytes")? {
+            self.machine()?;
+            crate::quota::limit(bytes).map_err(crate::failure::at("set the limit of the disk"))?;
+        }
         self.managed.limit_rate(rate);
         Ok(())
     }

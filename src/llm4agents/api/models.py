@@ -48,6 +48,9 @@ class Create(WithEnv):
     vcpus: int = limits.DEFAULT_VCPUS
     metadata: dict[str, str] = Field(default_factory=dict)
     require_kvm: bool = False
+    disk_mib: Annotated[int, Field(ge=limits.DISK_MIB_MIN, le=limits.DISK_GIB * 1024)] | None = None
+    pids: Annotated[int, Field(ge=limits.PIDS_MIN, le=limits.PIDS_MAX)] | None = None
+    output_bytes_per_s: Annotated[int, Field(ge=limits.OUTPUT_BYTES_PER_S_MIN, le=1 << 40)] | None = None
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX)] = 0.0
 
     @field_validator("metadata")
@@ -234,4 +237,5 @@ def sandbox(row: Any) -> dict[str, Any]:
         "metadata": row.metadata,
         "accelerator": row.accelerator,
         "boot_id": row.boot_id,
+        "limits": row.limits,
     }

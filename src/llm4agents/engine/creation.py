@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, parts
+from llm4agents.engine import bounds, clock, contact, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.parts import Variant
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
@@ -155,7 +155,7 @@ async def create(
 ) -> Live:
     """Clone the template for `row` (not stored yet). On failure nothing is left but a row in state `failed`."""
     began = clock.stamp()
-    stored = False
+    stored, asked = False, bounds.Bounds.of(row.limits)
 
     def while_starting() -> None:
         # A server that dies before this line leaves a machine without a row, which the next one ends as it does
@@ -183,6 +183,9 @@ async def create(
             raise _host_error(error) from error
         raise
     try:
+        if asked:
+            bounds.on_host(woken.machine, row.limits)
+            await bounds.in_guest(woken.agent, asked)
         now = clock.stamp()
         store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
     except BaseException as error:
@@ -216,7 +219,10 @@ async def hand_over(
     later, the agent does later. On failure nothing is left, not even a row.
     """
     try:
-        telling = _tell(woken.agent, variant, env, age_s)
+        asked = bounds.Bounds.of(row.limits)
+        bounds.check(woken.agent, asked)
+        bounds.on_host(woken.machine, row.limits)
+        telling = _tell(woken.agent, variant, env, asked, age_s)
         if telling:
             await asyncio.sleep(
                 0
@@ -235,11 +241,15 @@ async def hand_over(
     return live
 
 
-def _tell(agent: Agent, variant: Variant, env: Mapping[str, str], age_s: float) -> list[asyncio.Task[None]]:
+def _tell(
+    agent: Agent, variant: Variant, env: Mapping[str, str], asked: bounds.Bounds, age_s: float
+) -> list[asyncio.Task[None]]:
     """Each begins to send in the next turn of the event loop, in this order."""
     told = []
     if env:
         told.append(asyncio.create_task(agent.set_env({**variant.environment, **env})))
+    if asked:
+        told.append(asyncio.create_task(bounds.in_guest(agent, asked)))
     if age_s > CLOCK_AGE_S:
         told.append(asyncio.create_task(agent.set_time(time.time_ns())))
     return told

@@ -18,9 +18,10 @@ import structlog
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.engine import adoption, clock, contact, creation, lifecycle, parts, top
+from llm4agents.engine import adoption, bounds, clock, contact, creation, lifecycle, parts, top
 from llm4agents.engine import host as hosts
 from llm4agents.engine.admission import Admission, Policy
+from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.creation import Places
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
@@ -33,6 +34,7 @@ from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
     CapacityError,
+    ConflictError,
     HostSetupError,
     LLM4AgentsError,
     ProtocolError,
@@ -65,6 +67,7 @@ class Wish:
     env: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     require_kvm: bool = False
+    bounds: Bounds = field(default_factory=Bounds)
     wait_s: float = 0.0
     """How long to queue for room on a node that is full."""
 
@@ -237,6 +240,7 @@ class Engine:
             disk_gib=limits.DISK_GIB,
             metadata=dict(wish.metadata),
             accelerator=accelerator,
+            limits=wish.bounds.to_json(),
         )
 
     def get(self, sandbox: str) -> SandboxRow:
@@ -334,6 +338,8 @@ class Engine:
 
     def _enter(self, live: Live) -> None:
         self._live[live.row.id] = live
+        with contextlib.suppress(ConflictError):  # it has ended: who watches it will say so
+            bounds.on_host(live.machine, live.row.limits)
         self._spawn(self._watch_machine(live))
         self._spawn(self._watch_session(live))
         self._spawn(self._watch_events(live))
@@ -364,7 +370,7 @@ class Engine:
             await asyncio.gather(*live.settling)
         except LLM4AgentsError as error:
             if not live.ending and not live.agent.session.closed.done():  # else `_watch_session` tells why
-                await self._end(live, "failed", f"it did not take its environment: {error.message}")
+                await self._end(live, "failed", f"it did not take what its create asked for: {error.message}")
         finally:
             live.settling = []
 

@@ -35,6 +35,8 @@ log = structlog.get_logger()
 TICK_S: Final = 1.0
 QUIET_S: Final = 0.1
 """How long nothing may have been started or taken before one is made: whoever asks for sandboxes comes first."""
+PATIENCE_S: Final = 3.0
+"""How long a busy host is waited for; one that always is must not keep the pool empty."""
 DEADLINE_S: Final = 120.0
 """A dead server's pool ends by itself within this, if no server comes before."""
 DEADLINE_AGAIN_S: Final = 40.0
@@ -126,7 +128,7 @@ class Pool:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self._taken_s = 0.0
+        self._taken_s = self._lacking_s = 0.0
 
     # -- what is wanted -----------------------------------------------------------------------------------
 
@@ -238,12 +240,18 @@ class Pool:
             await self._extend(shelf)
             if shelf.wanted == 0 and not shelf.ready:
                 del self._shelves[shape]
-        lacking = missing(self._shelves, clock.boottime_s())
+        now_s = clock.boottime_s()
+        lacking = missing(self._shelves, now_s)
         if lacking is None:
+            self._lacking_s = 0.0
             await self._pause(TICK_S)
         elif self._others_first():
             await asyncio.sleep(QUIET_S)  # not woken early: what woke us is what we wait for
+        elif self._busy() and now_s - (self._lacking_s or now_s) < PATIENCE_S:
+            self._lacking_s = self._lacking_s or now_s
+            await asyncio.sleep(QUIET_S)
         else:
+            self._lacking_s = 0.0
             await self._make_for(lacking)
 
     async def _pause(self, seconds: float) -> None:
@@ -253,7 +261,7 @@ class Pool:
 
     def _others_first(self) -> bool:
         since_s = clock.boottime_s() - self._taken_s
-        return bool(self._admission.starting or self._admission.waiting) or since_s < QUIET_S or self._busy()
+        return bool(self._admission.starting or self._admission.waiting) or since_s < QUIET_S
 
     async def _make_for(self, shape: Shape) -> None:
         shelf = self._shelves[shape]

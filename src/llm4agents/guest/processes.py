@@ -434,9 +434,12 @@ class ManagedVerbs:
         pids: int | None = None,
         output_bytes_per_s: int | None = None,
         memory_bytes: int | None = None,
+        disk_bytes: int | None = None,
         timeout: float = VERB_TIMEOUT_S,
     ) -> None:
-        """Bounds of all the guest's processes together (`pids`, `memory_bytes`; None leaves them) and of what each
-        one's output is read at (None: none)."""
+        """Bounds of all the guest's processes together (`pids`, `memory_bytes`; None leaves them), of what each one's
+        output is read at (None: none), and of what may be in use of the disk (None leaves it)."""
         arguments = {"pids": pids, "output_bytes_per_s": output_bytes_per_s, "memory_bytes": memory_bytes}
+        if disk_bytes is not None:
+            arguments["disk_bytes"] = disk_bytes
         await self._call("limits", arguments, timeout=timeout)

@@ -234,6 +234,10 @@ class Machine(Protocol):
         `act`: what the shim does then. `stop`: the VMM stands still (SIGSTOP) until it is adopted.
         """
 
+    def limit_files(self, bytes_max: int) -> None:
+        """Let no file of the VMM grow beyond that many bytes from now on: a guest's write that would is an I/O error
+        for the guest (event `io_error`), and the machine goes on. Cannot be raised again where we are not root."""
+
     async def stop(self) -> Exit:
         """End the VMM now (no guest shutdown), wait for it, leave nothing but `run_dir/exit`. Idempotent."""
 

@@ -14,6 +14,7 @@ from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
 from llm4agents.engine import lifecycle
+from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
 from llm4agents.errors import InvalidRequestError
@@ -32,6 +33,7 @@ async def create(body: models.Create, request: Request) -> Response:
         env=body.env,
         metadata=body.metadata,
         require_kvm=body.require_kvm,
+        bounds=Bounds(body.disk_mib, body.pids, body.output_bytes_per_s),
         wait_s=body.wait_s,
     )
     engine = context.of(request).engine

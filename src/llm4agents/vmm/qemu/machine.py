@@ -26,7 +26,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     VmmError,
 )
-from llm4agents.vmm import pages, procfs
+from llm4agents.vmm import pages, procfs, rlimits
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Checkpoint,
@@ -146,6 +146,15 @@ class QemuMachine:
     async def set_deadline(self, unix: float | None, *, act: shim_.Act = "kill") -> None:
         self._check_alive("move the deadline of")
         shim_.write_deadline(self.record.run_dir, unix, act)
+
+    def limit_files(self, bytes_max: int) -> None:
+        self._check_alive("limit the files of")
+        # SIGXFSZ is ignored in the VMM (the shim does it), so that the write fails; that EFBIG is the guest's to
+        # hear and no reason to stand still is `werror=enospc`.
+        try:
+            rlimits.limit_files(self.record.vmm_pid, bytes_max)
+        except ProcessLookupError as error:
+            raise ConflictError(f"the virtual machine {self.record.id} has ended") from error
 
     # -- running and standing still -----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ use crate::channel::{Channel, Input};
 use crate::exec::{Environment, Exec};
 use crate::failure::{Failure, Outcome};
 use crate::frame::{self, Decoder, Event, Frame};
+use crate::fsfreeze::Disks;
 use crate::managed::Table;
 use crate::msgpack::{self, Value, Writer};
 use crate::out::Out;
@@ -89,6 +90,7 @@ pub struct Machine {
     /// /dev/urandom, open so that a reseed walks no path.
     pub random: OwnedFd,
     pub names: Names,
+    pub disks: Disks,
     pub boot_id: String,
 }
 
@@ -111,6 +113,8 @@ pub struct Agent {
     services: Vec<Service>,
     managed: Table,
     environment: Environment,
+    /// The last frames held what is not to stay in memory.
+    wipe: bool,
     session: u32,
     greeted: bool,
     readable: bool,
@@ -149,6 +153,7 @@ impl Agent {
             services: Vec::new(),
             managed: Table::new(sys::memory_bytes()),
             environment: Vec::new(),
+            wipe: false,
             session: 0,
             greeted: false,
             readable: true,
@@ -271,6 +276,9 @@ impl Agent {
                 }
             }
         }
+        if std::mem::take(&mut self.wipe) {
+            decoder.wipe();
+        }
         self.decoder = Some(decoder);
         // All that has come goes to a worker as one piece: handing over costs more than writing.
         for id in std::mem::take(&mut self.filled) {
@@ -360,7 +368,7 @@ impl Agent {
         let mut ack = Writer::map(if speaks { 5 } else { 2 });
         if speaks {
             let machine: &[&str] = if self.machine.is_some() {
-                &["freeze", "post_restore", "set_time", "poweroff", "cgroup"]
+                &["freeze", "fsfreeze", "post_restore", "set_time", "poweroff", "cgroup"]
             } else {
                 &[]
             };
@@ -496,6 +504,7 @@ impl Agent {
                 }
             }
             Kind::Attach(slot) => self.managed.leave(slot, id),
+            Kind::Connect(connection) => connection.reset(),
             // Unlinking what was half written can take the disk's time, and letting go of many watches the kernel's.
             Kind::Pull(Pull { source: Some(source), .. }) => self.workers.submit(0, move || {
                 drop(source);

@@ -102,6 +102,24 @@ impl Connection {
         }
     }
 
+    /// Closed without both ends having said all they had to: the other side is told so (RST) and not that all is well.
+    pub fn reset(self) {
+        if self.ended() {
+            return;
+        }
+        let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+        // SAFETY: a struct and its size; a unix socket does not mind.
+        unsafe {
+            libc::setsockopt(
+                self.fd(),
+                libc::SOL_SOCKET,
+                libc::SO_LINGER,
+                (&linger as *const libc::linger).cast(),
+                mem::size_of_val(&linger) as libc::socklen_t,
+            )
+        };
+    }
+
     pub fn ended(&self) -> bool {
         self.shut && self.outlet.fd.is_none()
     }

@@ -36,6 +36,16 @@ pub fn environment(value: &Value) -> Outcome<Environment> {
         .collect()
 }
 
+/// Overwrite an environment before it is let go of: it may have held secrets, and memory is photographed.
+pub fn forget(environment: Environment) {
+    for (mut name, mut value) in environment {
+        for bytes in [&mut name, &mut value] {
+            bytes.fill(0);
+            std::hint::black_box(bytes);
+        }
+    }
+}
+
 /// What is to run, but for its descriptors and cgroup.
 pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Environment) -> Outcome<Command<'a>> {
     let Value::Array(arguments) = request.get("argv") else { return Err(Failure::invalid("argv is a list")) };

@@ -85,6 +85,8 @@ pub struct Decoder {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
+    /// Bytes from here on have never been filled, or were wiped since.
+    high: usize,
     hunting: bool,
     /// The live session's tag; 0 before the first preamble, and no frame can have that.
     tag: u32,
@@ -99,7 +101,7 @@ impl Default for Decoder {
 impl Decoder {
     pub fn new() -> Self {
         let buffer = vec![0; BUFFER].into_boxed_slice();
-        Self { buffer, start: 0, end: 0, hunting: false, tag: 0 }
+        Self { buffer, start: 0, end: 0, high: 0, hunting: false, tag: 0 }
     }
 
     /// Where to read more bytes into; never empty once `next` has answered None.
@@ -116,6 +118,14 @@ impl Decoder {
     /// `n` bytes of `spare` have been filled.
     pub fn filled(&mut self, n: usize) {
         self.end = self.buffer.len().min(self.end + n);
+        self.high = self.high.max(self.end);
+    }
+
+    /// Overwrite what has been decoded: it held a secret.
+    pub fn wipe(&mut self) {
+        self.buffer[..self.start].fill(0);
+        self.buffer[self.end..self.high].fill(0);
+        self.high = self.end;
     }
 
     /// End the session: every frame is dropped until the next preamble.
@@ -247,6 +257,20 @@ mod tests {
             assert_eq!(seen[3], Seen::Frame(2, DATA, 1, big.clone()));
             assert_eq!(seen[4], Seen::Frame(3, DATA, 1, b"end".to_vec()));
         }
+    }
+
+    #[test]
+    fn what_was_wiped_is_nowhere_and_what_waits_is() {
+        let mut bytes = session(0x1_0000_0009, &[b"a secret"]);
+        encode(&mut bytes, 9, 1, DATA, 1, b"for later");
+        let mut decoder = Decoder::new();
+        decoder.spare()[..bytes.len()].copy_from_slice(&bytes);
+        decoder.filled(bytes.len());
+        assert!(matches!(decoder.next(), Some(Event::Preamble(_))));
+        assert!(matches!(decoder.next(), Some(Event::Frame(f)) if f.payload == b"a secret"));
+        decoder.wipe();
+        assert!(!decoder.buffer.windows(8).any(|window| window == b"a secret"));
+        assert!(matches!(decoder.next(), Some(Event::Frame(f)) if f.payload == b"for later"));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
+use crate::fsfreeze::Disks;
 use crate::restore::{Names, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
@@ -110,7 +111,7 @@ fn start() -> Step<Agent> {
     let events = uevents();
     load_modules()?;
     let port = wait(&events, || Channel::port(&port_name()).transpose());
-    mount_root(&events)?;
+    let upper = mount_root(&events)?;
     switch_root()?;
     mount_rest()?;
     let names = settle()?;
@@ -118,7 +119,7 @@ fn start() -> Step<Agent> {
         Some(channel) => channel.doing("open the agent's port")?,
         None => Channel::vsock().doing(format_args!("no virtio port {PORT_NAME}, and vsock"))?,
     };
-    let machine = machine(names)?;
+    let machine = machine(names, upper)?;
     prefer();
     Agent::new(channel, Some(machine)).doing("start the agent")
 }
@@ -204,7 +205,8 @@ pub fn disk(slot: &str, place: &str) -> Option<String> {
 
 // The root file system
 
-fn mount_root(events: &Option<OwnedFd>) -> Step<()> {
+/// The upper disk's own directory, which is under the overlay and has no path any more afterwards.
+fn mount_root(events: &Option<OwnedFd>) -> Step<OwnedFd> {
     let find = |slot: &str, place: &str| {
         wait(events, || disk(slot, place)).ok_or(format!("there is no disk {slot} (/dev/{place})"))
     };
@@ -219,7 +221,9 @@ fn mount_root(events: &Option<OwnedFd>) -> Step<()> {
     }
     // redirect_dir: a directory of the image can be renamed like any other.
     let options = format!("lowerdir={LOWER},upperdir={UPPER}/upper,workdir={UPPER}/work,redirect_dir=on");
-    mount("overlay", ROOT, "overlay", libc::MS_NOATIME, &options)
+    mount("overlay", ROOT, "overlay", libc::MS_NOATIME, &options)?;
+    let path = CString::new(UPPER).unwrap_or_default();
+    sys::open(&path, libc::O_RDONLY | libc::O_DIRECTORY, 0).doing(format_args!("open {UPPER}"))
 }
 
 fn switch_root() -> Step<()> {
@@ -317,7 +321,7 @@ fn loopback() -> io::Result<()> {
     }
 }
 
-fn machine(names: Names) -> Step<Machine> {
+fn machine(names: Names, upper: OwnedFd) -> Step<Machine> {
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib: u64 = memory.split_whitespace().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
     let random = CStr::from_bytes_with_nul(b"/dev/urandom\0").unwrap_or_default();
@@ -325,6 +329,7 @@ fn machine(names: Names) -> Step<Machine> {
         sandbox: Sandbox::create(kib * 1024).doing("make the sandbox cgroup")?,
         random: sys::open(random, libc::O_RDWR, 0).doing("open /dev/urandom")?,
         names,
+        disks: Disks::new(upper),
         boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
     })
 }

@@ -41,6 +41,7 @@ pub enum Kind {
     Job,
     /// The kernel is freezing; then a worker syncs and answers.
     Freeze {
+        fs: bool,
         sync: bool,
         drop_caches: bool,
     },

@@ -6,7 +6,7 @@
 
 use std::ffi::CString;
 use std::io::{Error, Result};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
 
 use crate::config::{Config, Limit};
 use crate::sys::{self, check};
@@ -92,8 +92,9 @@ fn reset_signals() {
 
 /// 0 = /dev/null, 1 = console, 2 = stderr, 3… = the VMM's, one more (close-on-exec) for `failure`, nothing else.
 fn arrange(config: &Config, pipes: &Pipes, failure: &mut RawFd) -> Result<()> {
-    let null = sys::open(&CString::new("/dev/null")?, libc::O_RDWR)?;
-    let mut wanted = vec![null.as_raw_fd(), pipes.console.as_raw_fd(), pipes.stderr.as_raw_fd()];
+    // Its number may be that of a place filled below: nobody closes it there.
+    let null = sys::open(&CString::new("/dev/null")?, libc::O_RDWR)?.into_raw_fd();
+    let mut wanted = vec![null, pipes.console.as_raw_fd(), pipes.stderr.as_raw_fd()];
     wanted.extend(&config.fds);
     wanted.push(*failure);
     // First out of the way of every number that is to be filled, then into place.

@@ -50,12 +50,12 @@ class Frozen:
     def snapshot(self) -> Snapshot:
         return LOADERS[self.driver](self.home / "snapshot")
 
-    def disks(self, overlay: Path) -> tuple[Disk, ...]:
+    def disks(self, overlay: Path, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
         root = next(part for part in self.spec.disks if part.slot == "root")
-        return (root, Disk("upper", overlay, "qcow2", False, backing=(self.home / "upper.raw",)))
+        return (root, Disk("upper", overlay, "qcow2", False, backing=(*layers, self.home / "upper.raw")))
 
 
-async def build_spec(home: Path) -> MachineSpec:
+async def build_spec(home: Path, memory_mib: int = MEMORY_MIB) -> MachineSpec:
     """The parts of a small machine from the cache (built on the first run), with an upper disk of its own."""
     cache = Cache(settings().cache)
 
@@ -68,17 +68,17 @@ async def build_spec(home: Path) -> MachineSpec:
         rootfs = await build_rootfs(spec.get("base"), cache, quiet)
     await disk.make_upper(home / "upper.raw", UPPER_BYTES)
     disks = (Disk("root", rootfs.path, "raw", True), Disk("upper", home / "upper.raw", "raw", False))
-    return MachineSpec(1, MEMORY_MIB, kernel.vmlinux, initrd.path, disks, kernel_release=kernel.release)
+    return MachineSpec(1, memory_mib, kernel.vmlinux, initrd.path, disks, kernel_release=kernel.release)
 
 
 async def talk(machine: Machine, *, dirty: bool = False, timeout: float = 90.0) -> Agent:
     return Agent(await Session.open(await machine.channel(), dirty=dirty, timeout=timeout))
 
 
-async def freeze(name: str, home: Path) -> Frozen:
+async def freeze(name: str, home: Path, memory_mib: int = MEMORY_MIB) -> Frozen:
     """Boot once, let it answer, freeze it."""
     driver = DRIVERS[name]()
-    machine_spec = await build_spec(home)
+    machine_spec = await build_spec(home, memory_mib)
     run_dir = home / "boot"
     run_dir.mkdir(mode=0o700)
     machine = await driver.boot(machine_spec, Placement("conformance-boot", run_dir, time.time() + 300))
@@ -110,7 +110,7 @@ class Lab:
     def __init__(self, frozen: Frozen, driver: Driver, home: Path) -> None:
         self.frozen, self.driver, self.home = frozen, driver, home
         self.machines: list[Machine] = []
-        self._count = 0
+        self._count = self._overlays = 0
 
     def placement(self, deadline_unix: float | None = None) -> Placement:
         self._count += 1
@@ -119,17 +119,24 @@ class Lab:
         return Placement(f"conformance-{os.getpid()}-{self._count}", run_dir, deadline_unix)
 
     def overlay(self, directory: Path | None = None) -> Path:
-        path = (directory or self.home) / f"upper{self._count}.qcow2"
+        self._overlays += 1
+        path = (directory or self.home) / f"upper{self._overlays}.qcow2"
         shutil.copyfile(self.frozen.home / "empty.qcow2", path)
         return path
 
     async def restore(
-        self, *, deadline_unix: float | None = None, overlay: Path | None = None, more: tuple[Disk, ...] = ()
+        self,
+        *,
+        deadline_unix: float | None = None,
+        overlay: Path | None = None,
+        layers: tuple[Path, ...] = (),
+        more: tuple[Disk, ...] = (),
+        diff: Snapshot | None = None,
     ) -> Machine:
-        """A clone, paused as the driver left it."""
+        """A clone, paused as the driver left it. `layers` lie between `overlay` and the frozen disk."""
         placement = self.placement(deadline_unix)
-        disks = (*self.frozen.disks(overlay or self.overlay()), *more)
-        machine = await self.driver.restore(self.frozen.snapshot, placement, disks)
+        disks = (*self.frozen.disks(overlay or self.overlay(), layers), *more)
+        machine = await self.driver.restore(self.frozen.snapshot, placement, disks, diff=diff)
         self.machines.append(machine)
         return machine
 
@@ -138,6 +145,19 @@ class Lab:
         machine = await self.restore(**options)  # type: ignore[arg-type]
         await machine.resume()
         return machine, await wake(machine)
+
+
+async def stand_still(machine: Machine, agent: Agent, **how: bool) -> None:
+    """Nothing runs in the guest and nothing is on its way, as before a pause."""
+    await agent.freeze(**how)
+    await agent.session.quiesce()
+    await machine.pause()
+
+
+async def go_on(machine: Machine, agent: Agent) -> None:
+    await machine.resume()
+    await agent.session.unquiesce()
+    await agent.thaw()
 
 
 async def wake(machine: Machine) -> Agent:

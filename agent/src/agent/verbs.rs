@@ -41,7 +41,9 @@ impl Agent {
             b"metrics" => done(crate::metrics::reply(self.machine.as_ref().map(|machine| &machine.sandbox))),
             b"ping" => done(empty_map()),
             b"set_env" => {
-                self.environment = exec::environment(request.get("env"))?;
+                let environment = exec::environment(request.get("env"))?;
+                exec::forget(std::mem::replace(&mut self.environment, environment));
+                self.wipe = true;
                 done(empty_map())
             }
             b"set_time" => {
@@ -52,11 +54,14 @@ impl Agent {
             }
             b"freeze" => {
                 self.machine()?.sandbox.set_frozen(true).map_err(at("freeze"))?;
-                let (sync, drop_caches) = (request.get("sync").bool(true), request.get("drop_caches").bool(false));
-                Ok(Opened::Stream(Kind::Freeze { sync, drop_caches }))
+                let flag = |key: &str, default| request.get(key).bool(default);
+                let (sync, drop_caches, fs) = (flag("sync", true), flag("drop_caches", false), flag("fs", false));
+                Ok(Opened::Stream(Kind::Freeze { fs, sync, drop_caches }))
             }
             b"thaw" => {
-                self.machine()?.sandbox.set_frozen(false).map_err(at("thaw"))?;
+                let machine = self.machine()?;
+                machine.disks.thaw();
+                machine.sandbox.set_frozen(false).map_err(at("thaw"))?;
                 done(empty_map())
             }
             b"post_restore" => self.post_restore(request).and_then(done),
@@ -84,13 +89,17 @@ impl Agent {
         let restore = restore::Request::parse(request)?;
         restore.apply(&machine.random, &mut machine.names)?;
         machine.boot_id = restore.boot_id.to_owned();
-        self.environment = environment;
+        exec::forget(std::mem::replace(&mut self.environment, environment));
+        self.wipe = true;
         for service in self.services.iter().filter(|service| service.restore_signal != 0) {
             // Pending until the thaw, and then the first thing it sees.
             sys::kill(service.pid, service.restore_signal);
         }
-        if restore.thaw && machine.sandbox.frozen {
-            machine.sandbox.set_frozen(false).map_err(at("thaw"))?;
+        if restore.thaw {
+            machine.disks.thaw();
+            if machine.sandbox.frozen {
+                machine.sandbox.set_frozen(false).map_err(at("thaw"))?;
+            }
         }
         Ok(empty_map())
     }
@@ -123,15 +132,16 @@ impl Agent {
         if !self.machine.as_ref().is_some_and(|machine| machine.sandbox.frozen && machine.sandbox.is_frozen()) {
             return;
         }
-        let waiting: Vec<(u32, bool, bool)> = self
+        let waiting: Vec<(u32, bool, bool, bool)> = self
             .streams
             .iter()
             .filter_map(|(id, stream)| match stream.kind {
-                Kind::Freeze { sync, drop_caches } => Some((*id, sync, drop_caches)),
+                Kind::Freeze { fs, sync, drop_caches } => Some((*id, fs, sync, drop_caches)),
                 _ => None,
             })
             .collect();
-        for (id, sync, drop_caches) in waiting {
+        for (id, fs, sync, drop_caches) in waiting {
+            let disks = self.machine.as_ref().filter(|_| fs).map(|machine| machine.disks.clone());
             if let Some(stream) = self.streams.get_mut(&id) {
                 stream.kind = Kind::Job;
             }
@@ -143,9 +153,12 @@ impl Agent {
                 if drop_caches {
                     let _ = std::fs::write("/proc/sys/vm/drop_caches", "3");
                 }
-                let mut reply = Writer::map(1);
-                reply.str("frozen").bool(true);
-                Done::Answer(Ok(reply.0))
+                let frozen = disks.map_or(Ok(()), |disks| disks.freeze());
+                Done::Answer(frozen.map(|()| {
+                    let mut reply = Writer::map(1);
+                    reply.str("frozen").bool(true);
+                    reply.0
+                }))
             });
         }
     }

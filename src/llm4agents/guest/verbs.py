@@ -357,10 +357,24 @@ class Agent(ManagedVerbs):
         return self._read(Metrics.read, await self._call("metrics", {}, timeout=timeout))
 
     async def freeze(
-        self, *, sync: bool = True, drop_caches: bool = False, timeout: float = STALL_TIMEOUT_S
+        self,
+        *,
+        sync: bool = True,
+        drop_caches: bool = False,
+        fs: bool = False,
+        timeout: float = STALL_TIMEOUT_S,
     ) -> None:
-        """Freeze every process but the agent. Returns when the guest's kernel says that they are."""
-        reply = await self._call("freeze", {"sync": sync, "drop_caches": drop_caches}, timeout=timeout)
+        """Freeze every process but the agent. Returns when the guest's kernel says that they are.
+
+        `fs`: and then the file systems on disks, so that each disk alone is whole. `thaw` and `post_restore` thaw them.
+        Raises VersionMismatchError when the agent is too old for `fs`, GuestError when it could not be done (then the
+        processes are frozen and the file systems are not).
+        """
+        wanted = {"sync": sync, "drop_caches": drop_caches}
+        if fs:
+            self.session.need("fsfreeze", "freezing file systems")
+            wanted["fs"] = True
+        reply = await self._call("freeze", wanted, timeout=timeout)
         if not self._read(lambda fields: fields.flag("frozen"), reply):
             raise GuestError("the guest's processes could not be frozen", code="io")
 

@@ -47,6 +47,8 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
+    """Where a machine's memory is in its process."""
+
     address: int
     private: bool
     inode: int
@@ -76,8 +78,6 @@ async def save(pid: int, size: int, base_fd: int, out_fd: int) -> Copied:
             raise unreadable(error) from error
         if found is None:
             raise VmmError(f"process {pid} has no memory of {size} bytes that is a machine's")
-        if not found.private:
-            raise ConflictError("this machine's memory is not a clone's: freeze it with snapshot")
         words = ["--save-pages", *map(str, (memory, pagemap, base_fd, out_fd, found.address, size // PAGE))]
         return Copied(*await _run(words, [memory, pagemap, base_fd, out_fd]))
 
@@ -104,11 +104,11 @@ async def load(pid: int, size: int, pages_fd: int, *, timeout_s: float) -> int:
         return (await _run(["--load-pages", *map(str, numbers)], [maps, memory, pages_fd]))[0]
 
 
-def base_of(pid: int, size: int) -> int:
-    """A descriptor (the caller closes it) of the sealed memory that process `pid` maps privately.
+def file_of(pid: int, size: int) -> tuple[int, bool]:
+    """The memfd that process `pid` has as its machine's memory (a descriptor; the caller closes it), and whether
+    privately: then it is the sealed memory that it was cloned from, whichever server loaded it.
 
-    From the process itself: the very bytes it was cloned from, whichever server loaded them.
-    Raises as `save`, and VmmError when it is not sealed.
+    Raises as `save`, and VmmError when it is a clone of something that is not sealed.
     """
     try:
         found = mapping(Path(f"/proc/{pid}/maps").read_text(), size)
@@ -117,12 +117,13 @@ def base_of(pid: int, size: int) -> int:
                 if found is None or entry.stat().st_ino != found.inode or MEMFD not in str(entry.readlink()):
                     continue
                 fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
-                if os.fstat(fd).st_size == size and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
-                    return fd
+                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+                if os.fstat(fd).st_size == size and sealed == found.private:
+                    return fd, found.private
                 os.close(fd)
     except OSError as error:
         raise unreadable(error) from error
-    raise VmmError(f"process {pid} has no sealed memory of {size} bytes")
+    raise VmmError(f"process {pid} has no memory of {size} bytes that can be told apart from its template's")
 
 
 def readable_children(uid: int | None) -> bool:

@@ -333,6 +333,41 @@ def test_errors_of_files(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_lost_session_resets_its_connections_and_an_ended_one_does_not() -> None:
+    async def main() -> None:
+        ends: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                ends.put_nowait(await reader.read())
+            except ConnectionResetError:
+                ends.put_nowait(None)
+            writer.close()
+
+        listener = await asyncio.start_server(listen, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        served = Served()
+        try:
+            session = await Session.open(served.ours.dup())  # type: ignore[arg-type]
+            async with await Agent(session).connect(port) as connection:
+                await connection.write(b"all of it")
+                await connection.close_write()
+                assert await connection.read() == b""
+            assert await ends.get() == b"all of it"
+            await Agent(session).connect(port)
+            # As the host of a clone does: a new session on the same stream, without a word about the old one.
+            await session.close()
+            session = await Session.open(served.ours.dup(), dirty=True)  # type: ignore[arg-type]
+            assert await asyncio.wait_for(ends.get(), 10) is None
+            await session.close()
+        finally:
+            served.end()
+            listener.close()
+            await listener.wait_closed()
+
+    asyncio.run(main())
+
+
 def test_connections(tmp_path: Path) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):

@@ -302,3 +302,20 @@ def test_a_record_of_another_make_is_lost_not_believed(run_dir: Path) -> None:
     for body in ("", "[]", '{"reason": "bribed"}', "{"):
         (run_dir / "exit").write_text(body)
         assert shim.read_exit(run_dir).reason == "lost"
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 10, 11, 40])
+def test_every_descriptor_arrives_in_its_place(run_dir: Path, count: int) -> None:
+    async def main() -> None:
+        fds = [os.memfd_create(f"given-{number}", os.MFD_CLOEXEC) for number in range(count)]
+        try:
+            argv = ["/bin/sh", "-c", "for f in /proc/$$/fd/*; do echo ${f##*/} $(readlink $f); done"]
+            async with started(run_dir, argv, fds=fds) as answer:
+                said = str((await ended(answer, run_dir))["console_tail"])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        places = dict(line.split(maxsplit=1) for line in said.splitlines() if "given-" in line)
+        assert places == {str(3 + number): f"/memfd:given-{number} (deleted)" for number in range(count)}
+
+    asyncio.run(main())

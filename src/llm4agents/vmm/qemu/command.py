@@ -24,6 +24,8 @@ AGENT_PORT = "llm4agents.agent"
 """Name of the virtio-serial port: /sys/class/virtio-ports/*/name in the guest."""
 NIC_MAC = "02:4c:34:00:00:01"
 VOLUME_SLOTS = tuple(f"vol{number}" for number in range(limits.VOLUME_SLOTS))
+FILE = "-file"
+"""Ends the name of the node that is the file of a qcow2 node."""
 SLOTS = ("root", "upper", *VOLUME_SLOTS)
 """Block devices in the order the guest sees them (vda, vdb, vdc…); the slot is also the serial number."""
 _TRANSPORTS = 24
@@ -218,7 +220,7 @@ def node(
     if format_ == "raw":
         return {**file, "node-name": name}
     own = {"driver": "qcow2", "node-name": name, "read-only": read_only, **common}
-    return {**own, "file": file, "backing": backing}
+    return {**own, "file": {**file, "node-name": f"{name}{FILE}"}, "backing": backing}
 
 
 def layout_digest(spec: MachineSpec, accelerator: Accelerator) -> str:

@@ -36,7 +36,9 @@ async def switch(execute: Execute, slot: str, overlay: Disk) -> None:
     try:
         if overlay.backing:
             # QEMU reopens the former top for reading alone, which needs a descriptor that can do no more.
-            await _add(execute, overlay.backing[0], os.O_RDONLY, await _fdset(execute, top))
+            fdset_of_top = await _fdset(execute, top)
+            if fdset_of_top is not None:
+                await _add(execute, overlay.backing[0], os.O_RDONLY, fdset_of_top)
         await execute("blockdev-snapshot", node=top, overlay=name)
     except BaseException:
         with contextlib.suppress(VmmError):
@@ -48,21 +50,21 @@ async def switch(execute: Execute, slot: str, overlay: Disk) -> None:
 async def _top(execute: Execute, slot: str) -> str:
     """The node the guest's device writes to now."""
     for device in await execute("query-block"):
-        if f"/{slot}-dev/" in f"{device.get('qdev', '')}/":
+        if f"/{slot}-dev/" in f"/{device.get('qdev', '')}/":
             name = device.get("inserted", {}).get("node-name")
             if isinstance(name, str):
                 return name
     raise ConflictError(f"the machine has no disk in the slot {slot}")
 
 
-async def _fdset(execute: Execute, top: str) -> int:
-    """The set of descriptors the file of node `top` was opened from."""
+async def _fdset(execute: Execute, top: str) -> int | None:
+    """The set of descriptors the file of node `top` was opened from; None for a raw one or an earlier version's."""
     for node in await execute("query-named-block-nodes", flat=True):
-        if node.get("node-name") == top:
+        if node.get("node-name") == top + command.FILE:
             path, _, number = str(node.get("file", "")).rpartition("/")
             if path == "/dev/fdset" and number.isdigit():
                 return int(number)
-    raise VmmError(f"QEMU does not say what file its block node {top} has")
+    return None
 
 
 async def _add(execute: Execute, path: os.PathLike[str], flags: int, fdset: int | None = None) -> int:

@@ -352,18 +352,15 @@ class QemuMachine:
             raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
         size = base.spec.memory_mib << 20
         with contextlib.ExitStack() as stack:
-            if self._memory_fd is not None:
-                shared = os.dup(self._memory_fd)
-                stack.callback(os.close, shared)
-                under = await asyncio.to_thread(memory.load_sealed, base.path / snapshot.MEMORY, size)
-            else:
-                under = pages.base_of(self.record.vmm_pid, size)
-            stack.callback(os.close, under)
+            file, private = pages.file_of(self.record.vmm_pid, size)
+            stack.callback(os.close, file)
 
             async def save_pages(out: int) -> pages.Copied:
-                if self._memory_fd is not None:
-                    return await pages.save_shared(shared, size, under, out)
-                return await pages.save(self.record.vmm_pid, size, under, out)
+                if private:
+                    return await pages.save(self.record.vmm_pid, size, file, out)
+                # Booted, not cloned (a cold resume): it is compared with the base as it lies on disk.
+                with (base.path / snapshot.MEMORY).open("rb") as under:
+                    return await pages.save_shared(file, size, under.fileno(), out)
 
             frozen = Snapshot(directory, base.spec, base.identity, 0, kind="diff", base=digest)
             return await checkpoint.make(directory, frozen, self._save_devices, save_pages)

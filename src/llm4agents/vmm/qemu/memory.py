@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llm4agents.errors import CapacityError, VersionMismatchError
+from llm4agents.vmm.pages import MEMFD
 
 PAGE = 4096
 _CHUNK = 1 << 20
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def create(size: int, name: str = "llm4agents-ram") -> int:
+def create(size: int, name: str = MEMFD) -> int:
     """An empty memfd of `size` bytes that can be sealed later."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)

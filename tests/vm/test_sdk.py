@@ -145,8 +145,8 @@ def test_commands(base: Sandbox) -> None:
     assert stream.result.exit_code == 2
 
 
-def test_leaving_a_stream_ends_the_command(base: Sandbox) -> None:
-    with base.exec_stream("exec sleep 1234", timeout=0) as stream:
+def test_leaving_a_stream_ends_the_command_that_was_started_so(base: Sandbox) -> None:
+    with base.exec_stream("exec sleep 1234", timeout=0, on_disconnect="kill") as stream:
         pid = stream.pid
     deadline = time.monotonic() + 20
     while base.exec(["test", "-d", f"/proc/{pid}"]).ok:

@@ -32,8 +32,19 @@ COMMANDS = {
         "watch",
         "Print what changes in a directory of a sandbox, until it is interrupted (Ctrl-C).",
     ),
-    "ls": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
-    "ps": ("sandboxes", "ls", "List sandboxes (alias: ps)."),
+    "ls": ("sandboxes", "ls", "List sandboxes."),
+    "ps": ("processes", "ps", "List the processes of a sandbox (without ID: the sandboxes, as ls)."),
+    "logs": ("processes", "logs", "Show what a process has said; with -f also what it goes on to say."),
+    "attach": (
+        "processes",
+        "attach",
+        "Attach this terminal to a process; Ctrl-] leaves it to itself. Its exit code is passed on.",
+    ),
+    "shell": (
+        "processes",
+        "shell",
+        "Open a terminal in a sandbox; Ctrl-] leaves it running. The shell's exit code is passed on.",
+    ),
     "kill": ("sandboxes", "kill", "Kill sandboxes; their memory and files are gone."),
     "forward": (
         "forward",
@@ -77,10 +88,10 @@ def build(called: str | None) -> typer.Typer:
     )
     app.callback()(_root)
     for name, (module, function, line) in COMMANDS.items():
-        # After the id of `exec`, options are the command's.
-        settings = {**_HELP, "allow_interspersed_args": False} if name == "exec" else _HELP
+        # After the id of `exec` and `shell`, options are the command's.
+        settings = {**_HELP, "allow_interspersed_args": False} if name in ("exec", "shell") else _HELP
         command = _load(module, function) if called in (name, None) else _unused
-        app.command(name, short_help=line, context_settings=settings, hidden=name == "ps")(command)
+        app.command(name, short_help=line, context_settings=settings)(command)
     for name, (module, functions, line) in GROUPS.items():
         group = typer.Typer(context_settings=_HELP, **_PLAIN)
         for function in functions if called in (name, None) else ():

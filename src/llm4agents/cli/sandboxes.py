@@ -65,17 +65,30 @@ def exec_(
     cwd: Annotated[str | None, typer.Option(help="Default: the user's home.")] = None,
     env: options.Env = None,
     timeout: Annotated[float, typer.Option(help="Seconds; 0: no limit.")] = limits.EXEC_TIMEOUT_S,
+    tty: Annotated[
+        bool, typer.Option("--tty", "-t", help="With this terminal as its own, and no limit of time.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running, without a limit, and print its id.")
+    ] = False,
+    tag: Annotated[str | None, typer.Option(help="To find it again by: ps, logs, attach.")] = None,
     json: options.Json = False,
 ) -> None:
     """Run a command in a sandbox; its output, and its exit code, are passed on.
 
-    stdin is passed in when it is not a terminal. A command that is killed for its timeout exits with 124.
+    stdin is passed in when it is not a terminal. A command that is killed for its timeout exits with 124. Ctrl-C
+    kills it.
     """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 
     id = ids.resolve(id)
     sandbox = Sandbox.connect(id)
+    if tty or detach:
+        _unwatched(
+            sandbox, command, tty, {"env": options.pairs(env, "--env"), "cwd": cwd, "user": user, "tag": tag}
+        )
+        return
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
     command = command[1:] if command[0] == "--" else command
     if not command:
@@ -87,6 +100,8 @@ def exec_(
         "user": user,
         "stdin": stdin or None,
         "timeout": timeout,
+        "tag": tag,
+        "on_disconnect": "kill",
     }
     try:
         result = _exec(sandbox, cmd, wanted, json)
@@ -99,6 +114,18 @@ def exec_(
         output.say(f"killed: it ran longer than {timeout:g} s (--timeout)")
         raise typer.Exit(TIMED_OUT)
     raise typer.Exit(128 + (result.signal or 0) if result.exit_code is None else result.exit_code)
+
+
+def _unwatched(sandbox: Sandbox, command: list[str], tty: bool, wanted: dict[str, Any]) -> None:
+    """`exec --tty`, `exec --detach`."""
+    from llm4agents.cli import processes
+
+    words = command[1:] if command[0] == "--" else command
+    if not words:
+        raise typer.BadParameter("what to run is missing", param_hint="CMD")
+    if tty:
+        processes.run_in_terminal(sandbox, words, **wanted)
+    print(sandbox.processes.start(words[0] if len(words) == 1 else words, **wanted).id)
 
 
 def _exec(sandbox: Sandbox, cmd: str | list[str], wanted: dict[str, Any], json: bool) -> ExecResult:
@@ -187,7 +214,7 @@ def ls(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """List sandboxes (alias: ps)."""
+    """List sandboxes."""
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 

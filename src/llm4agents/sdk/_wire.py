@@ -111,6 +111,10 @@ def create_body(
     vcpus: int | None,
     metadata: Mapping[str, str] | None,
     network: object,
+    disk_mib: int | None = None,
+    pids: int | None = None,
+    output_rate: int | None = None,
+    wait: float | None = None,
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
     if network is not None:
@@ -134,6 +138,10 @@ def create_body(
         "memory_mib": memory_mib,
         "vcpus": vcpus,
         "metadata": None if metadata is None else dict(metadata),
+        "disk_mib": disk_mib,
+        "pids": pids,
+        "output_bytes_per_s": output_rate,
+        "wait_s": wait or None,
     }
     return without_none(body)
 

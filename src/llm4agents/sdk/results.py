@@ -328,6 +328,8 @@ class SandboxInfo:
     metadata: dict[str, str] = field(default_factory=dict)
     accelerator: str | None = None
     boot_id: str | None = None
+    limits: dict[str, int] | None = None
+    """What the create bounded beyond vCPUs and memory: `disk_mib`, `pids`, `output_bytes_per_s`."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
 

@@ -58,6 +58,10 @@ class AsyncSandbox:
         env: Mapping[str, str] | None = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
+        disk_mib: int | None = None,
+        pids: int | None = None,
+        output_rate: int | None = None,
+        wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
         require_kvm: bool = False,
@@ -65,8 +69,10 @@ class AsyncSandbox:
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
 
-        `env` is there for every command and cell. `require_kvm` refuses software emulation
-        (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
+        `env` is there for every command and cell. `disk_mib` bounds what of the disk can be in use, `pids` the
+        processes and threads, `output_rate` the bytes a second that are read of each command's output. On a node
+        that is full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses
+        software emulation (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
         ServerUnavailableError; nothing is left running by any of them.
         """
         self._info: results.SandboxInfo | None = None
@@ -79,6 +85,10 @@ class AsyncSandbox:
             env=env,
             memory_mib=memory_mib,
             vcpus=vcpus,
+            disk_mib=disk_mib,
+            pids=pids,
+            output_rate=output_rate,
+            wait=wait,
             metadata=metadata,
             network=network,
         )
@@ -95,6 +105,10 @@ class AsyncSandbox:
         env: Mapping[str, str] | None = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
+        disk_mib: int | None = None,
+        pids: int | None = None,
+        output_rate: int | None = None,
+        wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
         require_kvm: bool = False,
@@ -108,6 +122,10 @@ class AsyncSandbox:
             env=env,
             memory_mib=memory_mib,
             vcpus=vcpus,
+            disk_mib=disk_mib,
+            pids=pids,
+            output_rate=output_rate,
+            wait=wait,
             metadata=metadata,
             network=network,
             require_kvm=require_kvm,

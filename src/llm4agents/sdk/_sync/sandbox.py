@@ -59,6 +59,10 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
+        disk_mib: int | None = None,
+        pids: int | None = None,
+        output_rate: int | None = None,
+        wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
         require_kvm: bool = False,
@@ -66,8 +70,10 @@ class Sandbox:
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
 
-        `env` is there for every command and cell. `require_kvm` refuses software emulation
-        (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
+        `env` is there for every command and cell. `disk_mib` bounds what of the disk can be in use, `pids` the
+        processes and threads, `output_rate` the bytes a second that are read of each command's output. On a node
+        that is full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses
+        software emulation (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
         ServerUnavailableError; nothing is left running by any of them.
         """
         self._info: results.SandboxInfo | None = None
@@ -80,6 +86,10 @@ class Sandbox:
             env=env,
             memory_mib=memory_mib,
             vcpus=vcpus,
+            disk_mib=disk_mib,
+            pids=pids,
+            output_rate=output_rate,
+            wait=wait,
             metadata=metadata,
             network=network,
         )
@@ -96,6 +106,10 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
+        disk_mib: int | None = None,
+        pids: int | None = None,
+        output_rate: int | None = None,
+        wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
         require_kvm: bool = False,
@@ -109,6 +123,10 @@ class Sandbox:
             env=env,
             memory_mib=memory_mib,
             vcpus=vcpus,
+            disk_mib=disk_mib,
+            pids=pids,
+            output_rate=output_rate,
+            wait=wait,
             metadata=metadata,
             network=network,
             require_kvm=require_kvm,

@@ -73,8 +73,8 @@ class Sandbox:
         `env` is there for every command and cell. `disk_mib` bounds what of the disk can be in use, `pids` the
         processes and threads, `output_rate` the bytes a second that are read of each command's output. On a node
         that is full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses
-        software emulation (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError,
-        ServerUnavailableError; nothing is left running by any of them.
+        software emulation (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError,
+        BootError, ServerUnavailableError; nothing is left running by any of them.
         """
         self._info: results.SandboxInfo | None = None
         self._held = False

@@ -52,6 +52,7 @@ COMMANDS = {
         "Make ports of a sandbox ports of this machine (127.0.0.1), until Ctrl-C.",
     ),
     "pool": ("pool", "pool", "Show what is kept ready, or keep N machines of a template ready."),
+    "mcp": ("mcp", "mcp", "Serve sandboxes as tools to an agent over stdin and stdout (MCP)."),
     "prune": ("host", "prune", "Remove from the cache what nothing needs."),
     "du": ("host", "du", "Say what lies on disk."),
     "setup": ("host", "setup", "Install the host packages that are missing, after asking."),

@@ -1,0 +1,62 @@
+"""`mcp`: the sandbox as tools for agents, over stdio (Model Context Protocol).
+
+Only the command line is here; `server` has the tools, `boxes` the sandboxes they act on, `content` what answers
+look like, `host_paths` the one way to files of this machine. The `mcp` package is imported by `server` alone,
+when the command runs: it takes a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llm4agents import limits
+from llm4agents.cli import options
+
+IDLE_S = 3_600.0
+"""How long an agent may think between two calls before its sandbox ends."""
+
+
+def mcp(
+    template: options.Template = limits.DEFAULT_TEMPLATE,
+    sandbox: Annotated[
+        str | None, typer.Option(help="Use this one when a call names none; it is left as it is at the end.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Pause the default sandbox at the end instead of killing it.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds without a call before a sandbox ends.")] = IDLE_S,
+    allow_host_paths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Let tools copy between sandboxes and this directory.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    env: options.Env = None,
+    memory_mib: options.Memory = None,
+    vcpus: options.Vcpus = None,
+) -> None:
+    """Serve sandboxes as tools to an agent over stdin and stdout (MCP).
+
+    A sandbox is created when the first call needs one, and killed when the agent goes away.
+    """
+    from llm4agents.cli import ids, output
+    from llm4agents.cli.mcp.boxes import Boxes
+    from llm4agents.cli.mcp.server import serve
+
+    output.quiet_warnings()
+    boxes = Boxes(
+        template=template,
+        given=None if sandbox is None else ids.resolve(sandbox),
+        keep=keep,
+        timeout=timeout,
+        env=options.pairs(env, "--env"),
+        memory_mib=memory_mib,
+        vcpus=vcpus,
+    )
+    serve(boxes, allow_host_paths)

@@ -10,6 +10,7 @@
 
 use std::io::{Error, ErrorKind, Result};
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::sys::{self, check};
 
@@ -21,6 +22,9 @@ const ZERO: u64 = 1 << 63;
 const BATCH: usize = 128;
 const ENTRIES: usize = 1 << 16;
 const IOV_MAX: usize = 512;
+/// Pages written in one go.
+const PIECE: usize = 256;
+const LOADERS_MAX: usize = 4;
 
 /// `first` and `count` in pages.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -414,23 +418,43 @@ pub fn load(maps: RawFd, memory: RawFd, file: RawFd, pages: u64, patience: u32) 
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     };
-    let zeros = vec![0; BATCH * PAGE];
-    let (mut at, mut written) = (PAGE, 0);
-    for run in runs {
-        let target = address + run.first * PAGE as u64;
-        let length = run.count as usize * PAGE;
-        if run.zero {
-            for done in (0..length).step_by(zeros.len()) {
-                let part = zeros.len().min(length - done);
-                pwrite_all(memory, &zeros[..part], target + done as u64)?;
-            }
-        } else {
-            pwrite_all(memory, &bytes[at..at + length], target)?;
-            at += length;
+    let pieces = pieces(&runs);
+    let written: u64 = runs.iter().map(|run| run.count).sum();
+    // Most of the time the kernel makes pages, which it does in several threads at once.
+    let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get().min(LOADERS_MAX));
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let zeros = vec![0; PIECE * PAGE];
+        while let Some(&(page, count, at)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let length = count * PAGE;
+            let content = at.map_or(&zeros[..length], |at| &bytes[at..at + length]);
+            pwrite_all(memory, content, address + page * PAGE as u64)?;
         }
-        written += run.count;
-    }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let own: Result<()> = work();
+        let gone = |_| Err(Error::from(ErrorKind::Other));
+        others.into_iter().map(|other| other.join().unwrap_or_else(gone)).fold(own, |all, one| all.and(one))
+    })?;
     Ok(format!("{written} {tries}"))
+}
+
+/// The runs as (first page, count, where the data is or None for zeros), none longer than PIECE.
+fn pieces(runs: &[Run]) -> Vec<(u64, usize, Option<usize>)> {
+    let mut at = PAGE;
+    let mut pieces = Vec::new();
+    for run in runs {
+        let mut done = 0;
+        while done < run.count {
+            let count = (run.count - done).min(PIECE as u64) as usize;
+            pieces.push((run.first + done, count, (!run.zero).then_some(at)));
+            at += if run.zero { 0 } else { count * PAGE };
+            done += count as u64;
+        }
+    }
+    pieces
 }
 
 #[cfg(test)]
@@ -513,6 +537,22 @@ mod tests {
                     70000-90000 rw-p 00000000 00:01 5                    /memfd:llm4agents-ram (deleted)\n";
         assert_eq!(mapping(maps, 0x20000), Some(0x70000));
         assert_eq!(mapping(maps, 0x30000), None);
+    }
+
+    #[test]
+    fn long_runs_are_cut_and_keep_their_data() {
+        let many = PIECE as u64;
+        let run = |first, count, zero| Run { first, count, zero };
+        let found = pieces(&[run(1, 2, false), run(5, many + 1, true), run(900, many + 3, false)]);
+        let data = PAGE + 2 * PAGE;
+        let wanted = [
+            (1, 2, Some(PAGE)),
+            (5, PIECE, None),
+            (5 + many, 1, None),
+            (900, PIECE, Some(data)),
+            (900 + many, 3, Some(data + PIECE * PAGE)),
+        ];
+        assert_eq!(found, wanted);
     }
 
     #[test]

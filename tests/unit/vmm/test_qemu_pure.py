@@ -1,6 +1,7 @@
 """The decisions of the QEMU driver that touch nothing: command line, known pairs, manifest, uids."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import struct
@@ -8,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llm4agents.errors import HostSetupError, InvalidRequestError, NotFoundError, VersionMismatchError
-from llm4agents.vmm import shim, uids
+from llm4agents.errors import (
+    CorruptSnapshotError,
+    HostSetupError,
+    InvalidRequestError,
+    NotFoundError,
+    VersionMismatchError,
+)
+from llm4agents.vmm import pages, shim, uids
 from llm4agents.vmm.base import Disk, Exit, MachineRecord, MachineSpec, Snapshot
 from llm4agents.vmm.qemu import command, machine, probe, snapshot, table
 
@@ -21,10 +28,23 @@ SPEC = MachineSpec(
 
 
 def build(
-    *, spec: MachineSpec = SPEC, disks: tuple[Disk, ...] = (ROOT, UPPER), kvm: bool = False, clone: bool
+    *,
+    spec: MachineSpec = SPEC,
+    disks: tuple[Disk, ...] = (ROOT, UPPER),
+    kvm: bool = False,
+    clone: bool,
+    bare: bool = False,
 ) -> command.Command:
     accelerator = "kvm" if kvm else "tcg"
-    return command.build(spec, disks, qemu="/q", accelerator=accelerator, tsc_khz=2_596_136, clone=clone)  # type: ignore[arg-type]
+    return command.build(
+        spec,
+        disks,
+        qemu="/q",
+        accelerator=accelerator,  # type: ignore[arg-type]
+        tsc_khz=2_596_136,
+        clone=clone,
+        bare=bare,
+    )
 
 
 def after(argv: tuple[str, ...], option: str) -> list[str]:
@@ -98,9 +118,38 @@ def test_overlay_lies_over_its_backing_by_reference_only() -> None:
     assert found["root"]["read-only"] is True
 
 
+def test_layers_are_linked_from_the_bottom_up_and_each_is_a_descriptor_of_its_own() -> None:
+    layered = dataclasses.replace(UPPER, backing=tuple(Path(f"/l/{depth}") for depth in range(3)))
+    built = build(clone=True, disks=(ROOT, layered))
+    assert built.fds[-4:] == ("upper", "upper.backing", "upper.backing1", "upper.backing2")
+    found = nodes(built.argv)
+    assert [found[name]["backing"] for name in ("upper", "upper-backing", "upper-backing1")] == [
+        "upper-backing",
+        "upper-backing1",
+        "upper-backing2",
+    ]
+    assert found["upper-backing2"]["driver"] == "file"
+    assert (
+        found["upper-backing1"]["file"]["filename"] == f"/dev/fdset/{3 + built.fds.index('upper.backing1')}"
+    )
+    assert all(found[name]["read-only"] for name in found if name.startswith("upper-backing"))
+    on_qcow2 = nodes(build(clone=True, disks=(ROOT, dataclasses.replace(layered, base_format="qcow2"))).argv)
+    assert (on_qcow2["upper-backing2"]["driver"], on_qcow2["upper-backing2"]["backing"]) == ("qcow2", None)
+
+
+def test_a_state_of_devices_alone_changes_no_device() -> None:
+    whole, bare = build(clone=True), build(clone=True, bare=True)
+    assert set(bare.argv) - set(whole.argv) == {
+        "suppress-vmdesc=on",
+        "-global",
+        "migration.send-configuration=off",
+    }
+
+
 @pytest.mark.parametrize(
     "disks",
     [
+        (ROOT, dataclasses.replace(UPPER, format="raw")),
         (ROOT,),
         (ROOT, UPPER, UPPER),
         (ROOT, UPPER, Disk("vol9", Path("/v"), "raw", False)),
@@ -149,6 +198,68 @@ def test_manifest_is_read_back_as_written(tmp_path: Path) -> None:
     snapshot.write_manifest(made)
     assert snapshot.load(tmp_path) == made
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_the_manifest_of_a_diff_is_read_back_and_its_parts_are_checked(tmp_path: Path) -> None:
+    parts = {"pages": b"some pages", "state": b"devices"}
+    for name, content in parts.items():
+        (tmp_path / name).write_bytes(content)
+    layered = dataclasses.replace(UPPER, backing=(Path("/l/1"), Path("/c/upper.raw")))
+    made = Snapshot(
+        tmp_path,
+        dataclasses.replace(SPEC, disks=(ROOT, layered)),
+        {"vmm": "7.2"},
+        4096,
+        kind="diff",
+        base="f" * 64,
+        pages_bytes=10,
+        state_bytes=7,
+        parts={name: hashlib.sha256(content).hexdigest() for name, content in parts.items()},
+    )
+    snapshot.write_manifest(made)
+    assert snapshot.load_diff(tmp_path) == made
+    snapshot.check_diff(made, Snapshot(Path("/b"), SPEC, {"vmm": "7.2"}, 1), "f" * 64)
+    with pytest.raises(VersionMismatchError, match="another build"):
+        snapshot.check_diff(made, Snapshot(Path("/b"), SPEC, {"vmm": "7.2"}, 1), "e" * 64)
+    (tmp_path / "state").write_bytes(b"Devices")
+    with pytest.raises(CorruptSnapshotError, match="digest"):
+        snapshot.load_diff(tmp_path)
+    (tmp_path / "state").write_bytes(b"device")
+    with pytest.raises(CorruptSnapshotError, match="cut off"):
+        snapshot.load_diff(tmp_path)
+
+
+def test_a_template_built_again_is_another_base(tmp_path: Path) -> None:
+    snapshot.write_manifest(Snapshot(tmp_path, SPEC, {}, 1))
+    with pytest.raises(NotFoundError):
+        snapshot.digest(tmp_path)
+    digests = set()
+    for state in (b"a state", b"another"):
+        (tmp_path / "state").write_bytes(state)
+        digests.add(snapshot.digest(tmp_path))
+    assert len(digests) == 2
+    with pytest.raises(VersionMismatchError, match="full snapshot"):
+        snapshot.load_diff(tmp_path)
+
+
+def test_a_manifest_from_before_there_were_layers_is_read() -> None:
+    body = snapshot.to_json(Snapshot(Path("/t"), SPEC, {}, 1))
+    for disk in body["spec"]["disks"]:
+        del disk["base_format"]
+        disk["backing"] = disk["backing"][0] if disk["backing"] else None
+    assert snapshot.from_json(Path("/t"), body).spec == SPEC
+
+
+def test_a_machines_memory_is_found_by_name_and_size() -> None:
+    maps = (
+        "1000-2000 r-xp 00000000 00:01 5    /usr/bin/qemu\n"
+        "7f0000000000-7f0020000000 rw-p 00000000 00:01 77    /memfd:llm4agents-ram (deleted)\n"
+        "7f1000000000-7f1040000000 rw-s 00000000 00:01 78    /memfd:llm4agents-ram (deleted)\n"
+        "7f2000000000-7f2080000000 rw-p 00000000 00:01 79    /memfd:llm4agents-rambo (deleted)\n"
+    )
+    assert pages.mapping(maps, 512 << 20) == pages.Mapping(0x7F00_0000_0000, True, 77)
+    assert pages.mapping(maps, 1 << 30) == pages.Mapping(0x7F10_0000_0000, False, 78)
+    assert pages.mapping(maps, 2 << 30) is None
 
 
 def test_a_manifest_that_is_none(tmp_path: Path) -> None:

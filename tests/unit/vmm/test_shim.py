@@ -111,6 +111,58 @@ def test_deadline_moved_nearer_ends_it_at_once(run_dir: Path, monkeypatch: pytes
     assert 0.05 < took < 5
 
 
+def state_of(pid: int) -> str:
+    return status_of(pid)["State"][0]
+
+
+async def until(pid: int, states: str) -> None:
+    async with asyncio.timeout(10):
+        while state_of(pid) not in states:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["moved", "lifted", "killed", "asked"])
+def test_a_deadline_that_stops_lets_the_vmm_stand_still(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(limits, "KEEPER_GRACE_S", 0.05)
+
+    async def main() -> dict[str, object]:
+        shim.write_deadline(run_dir, time.time(), "stop")
+        assert (shim.read_deadline(run_dir) or (0, ""))[1] == "stop"
+        async with started(run_dir, SLEEP) as answer:
+            await until(answer.vmm_pid, "T")
+            if how == "moved":
+                shim.write_deadline(run_dir, time.time() + 3600, "stop")
+                await until(answer.vmm_pid, "SR")
+            elif how == "lifted":
+                shim.write_deadline(run_dir, None)
+                await until(answer.vmm_pid, "SR")
+            elif how == "killed":
+                shim.write_deadline(run_dir, time.time())
+                return await ended(answer, run_dir)
+            os.kill(answer.shim_pid, signal.SIGTERM)
+            return await ended(answer, run_dir)
+
+    body = asyncio.run(main())
+    assert (body["signal"], body["reason"]) == (9, "deadline" if how == "killed" else "stopped")
+
+
+def test_a_killed_keeper_ends_a_vmm_that_stands_still(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEEPER_GRACE_S", 0.05)
+
+    async def main() -> None:
+        shim.write_deadline(run_dir, time.time(), "stop")
+        async with started(run_dir, SLEEP) as answer:
+            await until(answer.vmm_pid, "T")
+            fd = os.pidfd_open(answer.vmm_pid)
+            os.kill(answer.shim_pid, signal.SIGKILL)
+            await asyncio.wait_for(readable(fd), 10)
+            os.close(fd)
+
+    asyncio.run(main())
+
+
 def test_a_lifted_deadline_ends_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KEEPER_GRACE_S", 0.3)
 

@@ -1,6 +1,7 @@
 """What every driver's checkpoints do: a machine goes on from its own pages, its devices and its layers of disk."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -282,6 +283,9 @@ def test_the_layers_of_a_disk_after_switches(frozen: Frozen) -> None:
             digests.append(hashlib.sha256(old.read_bytes()).digest())
             tops.append(top)
             await go_on(machine, agent)
+            # QEMU has let go of the right to write to it.
+            await until(lambda path=old: modes(machine, path) == {os.O_RDONLY})  # type: ignore[misc]
+            assert os.O_RDWR in modes(machine, top)
         assert await run(agent, "echo top > /root/top; head -c 9000000 /dev/urandom > /root/big; sync") == (
             0,
             "",
@@ -311,6 +315,17 @@ def test_the_layers_of_a_disk_after_switches(frozen: Frozen) -> None:
             await machine.stop()
 
     in_lab(frozen, test)
+
+
+def modes(machine: Machine, path: Path) -> set[int]:
+    """The ways in which the VMM has `path` open."""
+    found = set()
+    for entry in Path(f"/proc/{machine.record.vmm_pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if str(entry.readlink()) == str(path):
+                info = (entry.parent.parent / "fdinfo" / entry.name).read_text()
+                found.add(int(info.partition("flags:")[2].split()[0], 8) & os.O_ACCMODE)
+    return found
 
 
 def clean(lab: Lab, path: Path, format_: str) -> bool:

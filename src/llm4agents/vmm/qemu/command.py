@@ -216,10 +216,11 @@ def node(
     """A block node over the file that descriptor set `fdset` holds; `backing` is the node under it."""
     # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
     common = {} if read_only else {"discard": "unmap", "cache": {"direct": False, "no-flush": True}}
-    file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", "read-only": read_only, **common}
+    file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", **common}
     if format_ == "raw":
-        return {**file, "node-name": name}
+        return {**file, "node-name": name, "read-only": read_only}
     own = {"driver": "qcow2", "node-name": name, "read-only": read_only, **common}
+    # Without a word about reading alone the file follows its image, also when that becomes a layer under another.
     return {**own, "file": {**file, "node-name": f"{name}{FILE}"}, "backing": backing}
 
 

@@ -14,14 +14,18 @@ from llm4agents.errors import ConflictError, HostSetupError, InvalidRequestError
 from llm4agents.vmm.base import Disk
 from llm4agents.vmm.qemu import command
 
+Given = dict[str, int]
+"""A descriptor QEMU was given: `fdset-id` and `fd`, its own numbers."""
+
 
 class Execute(Protocol):
     async def __call__(self, command: str, **arguments: Any) -> Any: ...
 
 
-async def switch(execute: Execute, slot: str, overlay: Disk) -> None:
+async def switch(execute: Execute, slot: str, overlay: Disk) -> list[Given]:
     """Let `slot` write to `overlay` from now on. The machine stands still and its images are flushed.
 
+    Returns descriptors that QEMU needs no more; it lets go of such only while its machine runs.
     When a step fails the slot writes where it did. Raises InvalidRequestError, HostSetupError (a file cannot be
     opened) and VmmError.
     """
@@ -31,20 +35,23 @@ async def switch(execute: Execute, slot: str, overlay: Disk) -> None:
     await execute("stop")  # writes out what QEMU holds of the image
     # A name of its own: that of the slot stays with the layer that had it first.
     name = f"{slot}-{secrets.token_hex(4)}"
-    fdset = await _add(execute, overlay.path, os.O_RDWR)
-    await execute("blockdev-add", **command.node(name, fdset, "qcow2", read_only=False))
+    added = await _add(execute, overlay.path, os.O_RDWR)
+    unused: list[Given] = []
+    await execute("blockdev-add", **command.node(name, added["fdset-id"], "qcow2", read_only=False))
     try:
         if overlay.backing:
             # QEMU reopens the former top for reading alone, which needs a descriptor that can do no more.
             fdset_of_top = await _fdset(execute, top)
             if fdset_of_top is not None:
+                unused = [given for given in await _given(execute) if given["fdset-id"] == fdset_of_top]
                 await _add(execute, overlay.backing[0], os.O_RDONLY, fdset_of_top)
         await execute("blockdev-snapshot", node=top, overlay=name)
     except BaseException:
         with contextlib.suppress(VmmError):
             await execute("blockdev-del", node_name=name)
-            await execute("remove-fd", fdset_id=fdset)
+            await execute("remove-fd", fdset_id=added["fdset-id"])
         raise
+    return unused
 
 
 async def _top(execute: Execute, slot: str) -> str:
@@ -67,14 +74,24 @@ async def _fdset(execute: Execute, top: str) -> int | None:
     return None
 
 
-async def _add(execute: Execute, path: os.PathLike[str], flags: int, fdset: int | None = None) -> int:
-    """Give QEMU the file `path`; returns the number of its set of descriptors."""
+async def _given(execute: Execute) -> list[Given]:
+    """Every descriptor QEMU was given for its images."""
+    return [
+        {"fdset-id": int(fdset["fdset-id"]), "fd": int(fd["fd"])}
+        for fdset in await execute("query-fdsets")
+        for fd in fdset["fds"]
+    ]
+
+
+async def _add(execute: Execute, path: os.PathLike[str], flags: int, fdset: int | None = None) -> Given:
+    """Give QEMU the file `path`."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
         raise HostSetupError(f"the disk {os.fspath(path)} cannot be opened: {error.strerror}") from error
     try:
         given = {} if fdset is None else {"fdset_id": fdset}
-        return int((await execute("add-fd", fd=fd, **given))["fdset-id"])
+        answer = await execute("add-fd", fd=fd, **given)
+        return {"fdset-id": int(answer["fdset-id"]), "fd": int(answer["fd"])}
     finally:
         os.close(fd)

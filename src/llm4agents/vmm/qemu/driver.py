@@ -256,7 +256,7 @@ class QemuDriver:
             lease = uids.lease(placement.id) if root else None
             if lease is not None:
                 stack.callback(os.close, lease.fd)
-            rlimits = {"core": 0, "nofile": 512, "as": spec.memory_mib * _MIB + _VMM_BYTES}
+            rlimits = {"core": 0, "nofile": 1024, "as": spec.memory_mib * _MIB + _VMM_BYTES}
             rlimits["fsize"] = max(size_max + size_max // 8 + 64 * _MIB, spec.memory_mib * _MIB)
             if lease is not None:
                 rlimits["nproc"] = _THREADS_MAX  # counted per uid: only where the uid is the VM's own

@@ -84,6 +84,7 @@ class QemuMachine:
         self._found: deque[MachineEvent] = deque(maxlen=EVENTS_KEPT_MAX)
         self._migration: asyncio.Future[str] | None = None
         self._stopping = False
+        self._unused: list[disks.Given] = []
         self._pidfds = [os.pidfd_open(record.shim_pid), os.pidfd_open(record.vmm_pid)]
         self._qmp = Qmp(qmp_socket, self._on_event)
         self._end = asyncio.create_task(self._watch(), name=f"watch {record.id}")
@@ -163,6 +164,9 @@ class QemuMachine:
 
     async def resume(self) -> None:
         await self._command("cont")
+        while self._unused:
+            given = self._unused.pop()
+            self._qmp.send("remove-fd", fdset_id=given["fdset-id"], fd_=given["fd"])
 
     async def channel(self) -> socket.socket:
         self._check_alive("connect to")
@@ -370,14 +374,12 @@ class QemuMachine:
         # QEMU wants a descriptor that can write and nothing else.
         writer = os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            fdset = int((await self._command("add-fd", fd=writer))["fdset-id"])
+            given = await self._command("add-fd", fd=writer)
         finally:
             os.close(writer)
-        try:
-            await self._command("xen-save-devices-state", filename=f"/dev/fdset/{fdset}", live=False)
-        finally:
-            with contextlib.suppress(LLM4AgentsError):
-                await self._command("remove-fd", fdset_id=fdset)
+        self._unused.append({"fdset-id": int(given["fdset-id"]), "fd": int(given["fd"])})
+        filename = f"/dev/fdset/{self._unused[-1]['fdset-id']}"
+        await self._command("xen-save-devices-state", filename=filename, live=False)
 
     async def _check_still(self, act: str) -> None:
         if (await self._command("query-status")).get("running"):
@@ -389,7 +391,7 @@ class QemuMachine:
 
     async def switch_disk(self, slot: str, overlay: Disk) -> None:
         await self._check_still("switch a disk of")
-        await disks.switch(self._command, slot, overlay)
+        self._unused += await disks.switch(self._command, slot, overlay)
 
     async def flush_disks(self) -> None:
         running = (await self._command("query-status")).get("running")

@@ -44,7 +44,7 @@ class Qmp:
     async def execute(
         self, command: str, *, fd: int | None = None, timeout: float = COMMAND_TIMEOUT_S, **arguments: Any
     ) -> Any:
-        """The answer of `command`; underscores in argument names become hyphens.
+        """The answer of `command`; underscores in argument names become hyphens, one at the end goes.
 
         Raises VmmError when QEMU refuses, ConnectionLostError when it is gone or does not answer in time.
         """
@@ -67,7 +67,9 @@ class Qmp:
         self._waiting[number] = (command, future)
         body: dict[str, Any] = {"execute": command, "id": number}
         if arguments:
-            body["arguments"] = {name.replace("_", "-"): value for name, value in arguments.items()}
+            body["arguments"] = {
+                name.rstrip("_").replace("_", "-"): value for name, value in arguments.items()
+            }
         self._out.append((memoryview(json.dumps(body).encode() + b"\n"), fd))
         self._flush()
         return future

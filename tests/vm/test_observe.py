@@ -77,6 +77,7 @@ def test_events_are_followed_from_a_cursor_and_over_a_killed_server(node: Node) 
         client.stream("GET", "/v1/events", params={"after": after, "follow": True}) as answer,
     ):
         told = lines(answer)
+        assert next(told) == {"type": "cursor", "id": after}
         assert next(told)["to"] == "running"
         node.call("DELETE", f"/v1/sandboxes/{sandbox}")
         ended = next(told)
@@ -97,6 +98,7 @@ def test_events_are_followed_from_a_cursor_and_over_a_killed_server(node: Node) 
 def test_a_follower_ends_when_the_server_stops(node: Node) -> None:
     with node.connect() as client, client.stream("GET", "/v1/events", params={"follow": True}) as answer:
         told = lines(answer)
+        assert next(told)["type"] == "cursor"
         sandbox = node.create()
         assert next(told)["sandbox"] == sandbox
         node.call("POST", "/v1/server/stop", json={"keep": False})

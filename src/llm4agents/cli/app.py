@@ -53,6 +53,10 @@ COMMANDS = {
     ),
     "pool": ("pool", "pool", "Show what is kept ready, or keep N machines of a template ready."),
     "mcp": ("mcp", "mcp", "Serve sandboxes as tools to an agent over stdin and stdout (MCP)."),
+    "console": ("observe", "console", "Show what a sandbox's server and console have said."),
+    "events": ("observe", "events", "Show what happened to sandboxes; with --follow as it happens."),
+    "usage": ("observe", "usage", "Show what sandboxes have used: time running and paused."),
+    "top": ("observe", "top", "Show what sandboxes take now, live (q quits)."),
     "prune": ("host", "prune", "Remove from the cache what nothing needs."),
     "du": ("host", "du", "Say what lies on disk."),
     "setup": ("host", "setup", "Install the host packages that are missing, after asking."),
@@ -68,6 +72,11 @@ GROUPS = {
         "contexts",
         ("create", "ls", "restart", "rm"),
         "Code contexts: states of their own for the code of a sandbox.",
+    ),
+    "job": (
+        "jobs",
+        ("start", "ls", "show", "output_", "wait", "run", "cancel"),
+        "Jobs: commands that are started, or scheduled, and left.",
     ),
     "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
 }

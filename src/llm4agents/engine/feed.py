@@ -47,7 +47,8 @@ class Feed:
         return self._store.last_event()
 
     async def follow(self, after: int, sandbox: str | None = None) -> AsyncGenerator[dict[str, Any], None]:
-        """Everything behind the cursor `after`, then what comes, until the server stops."""
+        """The cursor, everything behind it, then what comes, until the server stops."""
+        yield {"type": "cursor", "id": after}
         while True:
             news = self._news  # taken before the page is read: what comes after that sets it
             found = self.page(after, sandbox=sandbox)

@@ -28,7 +28,7 @@ from llm4agents.errors import (
     ServerUnavailableError,
 )
 from llm4agents.store import SandboxRow, Store
-from llm4agents.store.jobs import JOB_OVER, JobRow, JobStore, RunRow
+from llm4agents.store.jobs import JOB_OVER, OPEN, JobRow, JobStore, RunRow
 from llm4agents.store.store import Stamp
 
 log = structlog.get_logger()
@@ -60,6 +60,7 @@ class Jobs:
         self._telling: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._poke = asyncio.Event()
+        self._news = asyncio.Event()
         self._changes: dict[str, asyncio.Event] = {}
         self._started = False
         store.on_transition.append(self._transition)
@@ -144,6 +145,19 @@ class Jobs:
     def last_run(self, job: JobRow) -> RunRow | None:
         return self._store.last_run(job.id)
 
+    async def wait(self, sandbox: str, job: str, sequence: int, wait_s: float) -> JobRow:
+        """The job, when its run number `sequence` has ended, or no run will come, or the time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while True:
+                    news = self._news  # taken before looking: what comes after that sets it
+                    found, last = self.get(sandbox, job), self._store.last_run(job)
+                    ended = last is None or last.state not in OPEN
+                    if ended and (found.state in JOB_OVER or (last and last.sequence >= sequence)):
+                        return found
+                    await news.wait()
+        return self.get(sandbox, job)
+
     async def output(self, job: JobRow, sequence: int | None, start: int, wait_s: float) -> dict[str, Any]:
         """What a run (None: the newest) has said from offset `start` on: in base64, where it begins and ends, and
         whether more may come. `wait_s`: how long to wait for something while there is nothing.
@@ -180,6 +194,7 @@ class Jobs:
             with contextlib.suppress(LLM4AgentsError):
                 await kill(self._sandboxes.live(sandbox), run.process)
         self._wake(sandbox)
+        self._tell_waiters()
         return found
 
     def run_now(self, sandbox: str, job: str) -> JobRow:
@@ -245,6 +260,11 @@ class Jobs:
         finally:
             self._carried.pop(job.id, None)
             self._poke.set()
+            self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _after_exit(self, job: JobRow, run: RunRow) -> None:
         """`on_exit`: done before the run is `done`, so that a server that dies in between does it again."""
@@ -331,6 +351,7 @@ class Jobs:
         if not self._sandbox_over(job.sandbox):
             return False
         self._store.change(job, state="ended", next_at=None, ended_at=clock.wall_s())
+        self._tell_waiters()
         return True
 
     def _sandbox_over(self, sandbox: str) -> bool:

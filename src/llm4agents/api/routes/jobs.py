@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llm4agents import limits
 from llm4agents.api import context, models
-from llm4agents.api.answers import Json
+from llm4agents.api.answers import Json, unless_gone
 from llm4agents.engine import jobs, schedule
 from llm4agents.errors import InvalidRequestError
 
@@ -95,8 +95,18 @@ async def of_node(request: Request, state: str | None = None, limit: Limit = 100
 
 
 @router.get("/sandboxes/{sandbox}/jobs/{job}")
-async def get(sandbox: str, job: str, request: Request) -> Response:
+async def get(
+    sandbox: str,
+    job: str,
+    request: Request,
+    run: Annotated[int, Query(ge=1)] = 1,
+    wait_s: Annotated[float, Query(ge=0, le=60)] = 0.0,
+) -> Response:
+    """The job; with `wait_s` when its run number `run` has ended, or after that time."""
     here = context.of(request)
+    if wait_s:
+        waiting = here.engine.jobs.wait(context.check_id(sandbox), job, run, wait_s)
+        return Json(_describe(here, await unless_gone(request, waiting)))
     return Json(_describe(here, here.engine.jobs.get(context.check_id(sandbox), job)))
 
 

@@ -21,6 +21,7 @@ from llm4agents.sdk import _process, _wire, results
 from llm4agents.sdk._async.commands import AsyncExecStream
 from llm4agents.sdk._async.contexts import AsyncContexts
 from llm4agents.sdk._async.files import AsyncFiles
+from llm4agents.sdk._async.jobs import AsyncJobs
 from llm4agents.sdk._async.ports import AsyncPorts
 from llm4agents.sdk._async.processes import AsyncProcesses
 from llm4agents.sdk._async.terminal import AsyncTerminal
@@ -216,6 +217,7 @@ class AsyncSandbox:
         self.files = AsyncFiles(self._transport, info.id)
         self.processes = AsyncProcesses(self._transport, info.id)
         self.contexts = AsyncContexts(self._transport, info.id)
+        self.jobs = AsyncJobs(self._transport, info.id)
         self.ports = AsyncPorts(self._transport, info.id)
         self._transport.retain()
         self._held = True

@@ -23,6 +23,7 @@ from llm4agents.sdk._runtime import begin, call
 from llm4agents.sdk._sync.commands import ExecStream
 from llm4agents.sdk._sync.contexts import Contexts
 from llm4agents.sdk._sync.files import Files
+from llm4agents.sdk._sync.jobs import Jobs
 from llm4agents.sdk._sync.ports import Ports
 from llm4agents.sdk._sync.processes import Processes
 from llm4agents.sdk._sync.terminal import Terminal
@@ -217,6 +218,7 @@ class Sandbox:
         self.files = Files(self._transport, info.id)
         self.processes = Processes(self._transport, info.id)
         self.contexts = Contexts(self._transport, info.id)
+        self.jobs = Jobs(self._transport, info.id)
         self.ports = Ports(self._transport, info.id)
         self._transport.retain()
         self._held = True

@@ -43,7 +43,10 @@ if TYPE_CHECKING:
         VersionMismatchError,
         VmmError,
     )
+    from llm4agents.sdk._async.observe import AsyncObserver
     from llm4agents.sdk._async.sandbox import AsyncSandbox
+    from llm4agents.sdk._jobs import JobInfo, JobRun
+    from llm4agents.sdk._sync.observe import Observer
     from llm4agents.sdk._sync.sandbox import Sandbox
     from llm4agents.sdk.results import (
         CodeContext,
@@ -78,12 +81,17 @@ _RESULTS = (
 _HOMES = {
     "Sandbox": "llm4agents.sdk._sync.sandbox",
     "AsyncSandbox": "llm4agents.sdk._async.sandbox",
+    "Observer": "llm4agents.sdk._sync.observe",
+    "AsyncObserver": "llm4agents.sdk._async.observe",
+    "JobInfo": "llm4agents.sdk._jobs",
+    "JobRun": "llm4agents.sdk._jobs",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
     **dict.fromkeys(_RESULTS.split(), "llm4agents.sdk.results"),
     **dict.fromkeys(("FileChange", "FileMatch", "SearchResult"), "llm4agents.sdk.tree_results"),
 }
 
 __all__ = [
+    "AsyncObserver",
     "AsyncSandbox",
     "BootError",
     "CapacityError",
@@ -101,9 +109,12 @@ __all__ = [
     "GuestError",
     "HostSetupError",
     "InvalidRequestError",
+    "JobInfo",
+    "JobRun",
     "LLM4AgentsError",
     "NotFoundError",
     "NotStartedError",
+    "Observer",
     "Output",
     "PathNotFoundError",
     "Port",

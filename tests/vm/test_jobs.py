@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
 import os
+import pty
 import signal
+import struct
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from tests.support import Node, eventually, unb64
+from llm4agents import (
+    AsyncObserver,
+    AsyncSandbox,
+    ConflictError,
+    NotFoundError,
+    Observer,
+    Sandbox,
+    TimedOutError,
+)
+from tests.support import Node, eventually, sdk_of, unb64
 
 pytestmark = pytest.mark.vm
 
@@ -282,3 +300,122 @@ def test_a_server_that_is_stopped_keeps_runs_and_schedules(node: Node) -> None:
     node.start()
     assert run_in(node, job, "done")["result"]["exit_code"] == 0
     run_in(node, soon, "done")
+
+
+# -- SDK and command line -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")
+def test_jobs_in_the_sdk(shared_node: Node) -> None:
+    with sdk_of(shared_node), Sandbox("base") as sandbox:
+        job = sandbox.jobs.start("echo $WHO; sleep 0.5; exit 4", env={"WHO": "me"}, cwd="~")
+        run = job.wait(timeout=30)
+        assert (run.state, run.exit_code, run.text, run.ok) == ("done", 4, "me\n", False)
+        assert job.output() == b"me\n" and job.last_info.state == "ended"
+        beat = sandbox.jobs.start(["true"], every=60)
+        assert beat.wait(timeout=30).ok and beat.info().state == "waiting"
+        beat.run_now()
+        assert beat.wait(timeout=30).sequence == 2
+        later = sandbox.jobs.start("true", at=datetime.now(UTC) + timedelta(hours=1))
+        assert [found.id for found in sandbox.jobs.list("waiting")] == [later.id, beat.id]
+        with pytest.raises(TimedOutError, match="it goes on"):
+            later.wait(timeout=0.2)
+        assert sandbox.jobs.cancel(later.id).state == "cancelled"
+        with pytest.raises(ConflictError, match="before it ran"):
+            later.wait(timeout=5)
+        assert [run.sequence for run in sandbox.jobs.get(beat.id).runs()] == [2, 1]
+        beat.cancel()
+        with pytest.raises(NotFoundError):
+            sandbox.jobs.get("job_nothing")
+        with Observer() as observer:
+            states = [event["to"] for event in observer.events(sandbox=sandbox.id)]
+            assert states == ["creating", "running"]
+            assert {row["id"] for row in observer.top()["data"]} >= {sandbox.id}
+            assert list(observer.usage(sandbox.id)) == []
+            assert next(observer.logs(sandbox.id))["event"] == "state"
+    with sdk_of(shared_node), Observer() as observer:
+        (row,) = observer.usage_totals(sandbox.id)
+        assert row["state"] == "running" and row["duration_ns"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")
+def test_jobs_in_the_async_sdk(shared_node: Node) -> None:
+    async def test() -> None:
+        async with AsyncSandbox("base") as sandbox:
+            job = await sandbox.jobs.start("echo there")
+            assert (await job.wait(timeout=30)).text == "there\n"
+            async with AsyncObserver() as observer:
+                assert [e["to"] async for e in observer.events(sandbox=sandbox.id)] == ["creating", "running"]
+
+    with sdk_of(shared_node):
+        asyncio.run(test())
+
+
+def test_events_are_followed_by_the_sdk_over_a_killed_server(node: Node) -> None:
+    with sdk_of(node), Observer() as observer:
+        told = observer.events(0, follow=True)
+        sandbox = node.create()
+        assert [next(told)["to"] for _ in range(2)] == ["creating", "running"]
+        node.kill9()
+        node.start()
+        node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+        assert next(told)["to"] == "killed"
+        told.close()
+
+
+def test_jobs_on_the_command_line(node: Node) -> None:
+    sandbox = node.create()
+
+    def cli(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "llm4agents", *words],
+            env=node.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout
+
+    job = cli("job", "start", sandbox, "--", "echo hello; exit 5").strip()
+    cli("job", "wait", sandbox, job, code=5)
+    assert cli("job", "output", sandbox, job) == "hello\n"
+    assert job in cli("job", "ls", sandbox)
+    assert json.loads(cli("job", "show", sandbox, job, "--json"))["run_list"][0]["exit_code"] == 5
+    beat = json.loads(cli("job", "start", sandbox, "--every", "60", "--json", "--", "true"))["id"]
+    run_in(node, {"id": beat, "sandbox": sandbox}, "done")
+    cli("job", "run", sandbox, beat)
+    cli("job", "cancel", sandbox, beat)
+    assert "running" in cli("top", "--once")
+    assert json.loads(cli("top", "--once", "--json"))["data"][0]["id"] == sandbox
+    assert "new → creating" in cli("events")
+    assert "state" in cli("console", sandbox)
+    cli("kill", sandbox)
+    assert sandbox in cli("usage")
+    (row,) = json.loads(cli("usage", sandbox, "--rows", "--json"))["usage"]
+    assert row["state"] == "running"
+    assert cli("job", "output", sandbox, job) == "hello\n", "also when its sandbox is gone"
+
+
+def test_top_is_drawn_and_left_by_q(node: Node) -> None:
+    sandbox = node.create()
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llm4agents", "top", "--interval", "0.3"],
+        env={**node.env, "TERM": "xterm"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    )
+    os.close(follower)
+    seen = b""
+    while sandbox.encode() not in seen:
+        seen += os.read(leader, 65_536)
+    os.write(leader, b"q")
+    with contextlib.suppress(OSError):
+        while os.read(leader, 65_536):
+            pass
+    assert process.wait(20) == 0
+    os.close(leader)

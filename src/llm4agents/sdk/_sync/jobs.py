@@ -109,9 +109,12 @@ class Job:
         return [_jobs.run_of(item) for item in answer.get("data") or ()]
 
     def wait(self, timeout: float | None = None) -> _jobs.JobRun:
-        """The end of the run under way, or of the next one; of a job that is over, its last. Raises TimedOutError."""
+        """The end of the first run that had not ended by `last_info`; of a job that is over, of its last.
+
+        Raises TimedOutError, ConflictError when it was cancelled before it ran.
+        """
         end = None if timeout is None else time.monotonic() + timeout
-        found = self.info()
+        found = self.last_info
         wanted = found.runs + 1 if found.state == "waiting" else max(1, found.runs)
         while True:
             last, over = found.last, found.state in ("ended", "cancelled")

@@ -25,7 +25,7 @@ const TEXT_BYTES_MAX: usize = 512;
 const TEXT_BEFORE_BYTES: usize = 128;
 const PATTERN_BYTES_MAX: usize = 1024;
 /// Of a compiled regex: with WINDOW_BYTES it bounds what one match can cost.
-const REGEX_BYTES_MAX: usize = 256 * 1024;
+const REGEX_BYTES_MAX: usize = 64 * 1024;
 const MATCHES_MAX: u64 = 100_000;
 
 enum Pattern {

@@ -263,6 +263,28 @@ def test_modes_owners_and_links(box: Sandbox) -> None:
         box.files.symlink("x", "l")
     box.files.symlink("d", "l", overwrite=True)
     assert box.files.stat("l").is_dir
+    # Names that are not UTF-8 go through JSON, too.
+    box.files.write(ODD, "x")
+    box.files.move(ODD, "d/" + ODD)
+    box.files.chmod("d/" + ODD, 0o600)
+    box.files.symlink(ODD, "d/" + ODD + "2")
+    assert sorted(entry.name for entry in box.files.list("d")) == ["f", ODD, ODD + "2"]
+    box.files.remove("d/" + ODD)
+
+
+def test_owners_are_kept_on_request(box: Sandbox) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, owner, uid in (("a", "", 7), ("b", "user", 4242), ("c", "nobody-here", 4243)):
+            info = tarfile.TarInfo(name)
+            info.uname, info.uid, info.mode = owner, uid, 0o4755
+            archive.addfile(info)
+    box.files.untar("o", packed.getvalue(), preserve_owner=True, user="root")
+    assert box.exec("stat -c '%n %u %a' o/*").stdout == "o/a 7 4755\no/b 1000 4755\no/c 4243 4755\n"
+    box.files.untar("p", packed.getvalue())
+    assert box.exec("stat -c '%n %U %a' p/*").stdout == "p/a user 755\np/b user 755\np/c user 755\n"
+    with pytest.raises(GuestError, match="not permitted"):
+        box.files.untar("q", packed.getvalue(), preserve_owner=True)
 
 
 def test_a_full_disk_ends_an_unpacking_and_leaves_no_half_file(box: Sandbox) -> None:

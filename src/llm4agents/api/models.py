@@ -6,13 +6,34 @@ import base64
 import binascii
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from llm4agents import limits
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-Path = Annotated[str, Field(min_length=1, max_length=limits.PATH_BYTES_MAX)]
+
+
+def _path(value: object) -> str:
+    """Also a name that is not UTF-8: its bytes are lone surrogate escapes, which pydantic's own text refuses."""
+    try:
+        length = len(value.encode("utf-8", "surrogateescape")) if isinstance(value, str) else 0
+    except UnicodeEncodeError:
+        length = 0
+    if not 1 <= length <= limits.PATH_BYTES_MAX:
+        raise ValueError(f"a path is text of 1 to {limits.PATH_BYTES_MAX} bytes")
+    return str(value)
+
+
+Path = Annotated[str, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
 class Body(BaseModel):

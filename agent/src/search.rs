@@ -77,6 +77,26 @@ fn memmem(text: &[u8], wanted: &[u8]) -> Option<usize> {
     (!found.is_null()).then(|| found as usize - text.as_ptr() as usize)
 }
 
+/// How many there are, eight bytes at a time: most of what is searched has no match and is only counted.
+fn newlines(bytes: &[u8]) -> u64 {
+    const ONES: u64 = 0x0101_0101_0101_0101;
+    const LOW: u64 = 0x7F * ONES;
+    let words = bytes.chunks_exact(8);
+    let rest = words.remainder().iter().filter(|byte| **byte == b'\n').count() as u64;
+    let (mut count, mut sums, mut added) = (rest, 0u64, 0);
+    for word in words {
+        let word = u64::from_ne_bytes(word.try_into().unwrap_or_default()) ^ (ONES * u64::from(b'\n'));
+        // 1 in each byte that is now 0; no sum of 31 times 8 of them overflows a byte.
+        sums += !(((word & LOW) + LOW) | word | LOW) >> 7;
+        added += 1;
+        if added == 31 {
+            count += sums.wrapping_mul(ONES) >> 56;
+            (sums, added) = (0, 0);
+        }
+    }
+    count + (sums.wrapping_mul(ONES) >> 56)
+}
+
 /// A file whose lines are being looked through.
 struct Lines {
     file: File,
@@ -214,7 +234,7 @@ impl SearchSource {
             self.buffer.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1)
         };
         if whole > 0 && !pattern.may_match(&self.buffer[..whole]) {
-            lines.line += self.buffer[..whole].iter().filter(|b| **b == b'\n').count() as u64;
+            lines.line += newlines(&self.buffer[..whole]);
             (at, lines.column, lines.matched) = (whole, 0, false);
         }
         while at < self.buffer.len() && self.matches < self.max {
@@ -390,6 +410,21 @@ mod tests {
         )
         .unwrap();
         assert_eq!(of_file, [":2:5:Two two"].map(|s| s.replace(":5:", ":1:")));
+    }
+
+    #[test]
+    fn newlines_are_counted_wherever_they_are() {
+        let mut seed = 1u64;
+        for length in 0..600 {
+            let bytes: Vec<u8> = (0..length)
+                .map(|_| {
+                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    [b'\n', 0x8a, 0x0b, b'\n', 0xff][(seed >> 33) as usize % 5]
+                })
+                .collect();
+            assert_eq!(newlines(&bytes), bytes.iter().filter(|b| **b == b'\n').count() as u64);
+        }
+        assert_eq!(newlines(&[b'\n'; 5000]), 5000);
     }
 
     #[test]

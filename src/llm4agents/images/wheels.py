@@ -236,11 +236,11 @@ def moved(path: str, moves: tuple[tuple[str, str], ...]) -> str | None:
 
 
 def dropped(path: str, drop: tuple[str, ...]) -> bool:
-    """Whether a path of dist-packages lies in a directory that `drop` names (`*` is one path component)."""
+    """Whether `drop` names a path of dist-packages, or a directory it lies in (`*` is one path component)."""
     parts = PurePosixPath(path).parts
     for pattern in drop:
         wanted = pattern.split("/")
-        if len(parts) > len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+        if len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
             return True
     return False
 

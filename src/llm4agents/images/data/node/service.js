@@ -56,6 +56,14 @@ class WorkerProcess {
     this.streams = [out, err, events];
     this.raw.forEach((stream, index) => stream.on('data', (data) => this.printed(index, data)));
     events.on('data', (data) => this.feed(data));
+    const watched = new wire.Reader(65536, () => this.context?.clear());
+    watch.on('data', (data) => {
+      try {
+        watched.feed(data);
+      } catch {
+        this.kill();
+      }
+    });
     for (const stream of this.child.stdio) stream?.on('error', () => {});
     this.child.once('error', (error) => this.gone(null, error.message));
     this.child.once('exit', (code, signal) => this.gone(code, signal));
@@ -100,17 +108,13 @@ class WorkerProcess {
     this.watch.write(wire.frame(command));
   }
 
-  // Like a terminal's ^C, for what a cell has started.
-  signal(name) {
-    try {
-      process.kill(-this.child.pid, name);
-    } catch {
-      // It has ended.
-    }
-  }
-
+  // And what its cells have started.
   kill() {
-    this.signal('SIGKILL');
+    try {
+      process.kill(-this.child.pid, 'SIGKILL');
+    } catch {
+      // They have ended.
+    }
   }
 
   flow(on) {
@@ -166,6 +170,7 @@ class Context {
     this.queue = [];
     this.held = [];
     this.heldChars = 0;
+    this.settling = false; // the worker is not ready for the next cell yet
   }
 
   run(request, peer) {
@@ -174,7 +179,7 @@ class Context {
   }
 
   next() {
-    if (this.cell !== null || this.queue.length === 0) return;
+    if (this.cell !== null || this.settling || this.queue.length === 0) return;
     const cell = this.queue.shift();
     if (cell.peer.gone) return this.next();
     this.cell = cell;
@@ -236,7 +241,8 @@ class Context {
   died(worker, how) {
     if (this.worker !== worker) return;
     this.worker = null;
-    if (this.cell === null) return;
+    this.settling = false;
+    if (this.cell === null) return this.next();
     const status = this.cell.cause === 'timeout' ? 'timed_out' : 'died';
     this.cell.peer.send({ type: 'error', name: 'InterpreterDied', value: `the interpreter ${how}`, traceback: '' });
     this.finished({ type: 'end', status, execution_count: this.count });
@@ -245,10 +251,16 @@ class Context {
   interrupt(cause) {
     const { cell, worker } = this;
     if (cell === null || worker === null) return;
-    cell.cause ??= cause;
-    worker.tell({ op: 'interrupt', count: this.count, cause: cell.cause });
-    worker.signal('SIGINT');
     if (cause === 'timeout') this.later(cell, graceMs, () => worker.kill());
+    if (cell.cause !== null) return;
+    cell.cause = cause;
+    this.settling = true;
+    worker.tell({ op: 'interrupt', count: this.count, cause: cell.cause });
+  }
+
+  clear() {
+    this.settling = false;
+    this.next();
   }
 
   // Ends the worker; calls `done` when it is gone.

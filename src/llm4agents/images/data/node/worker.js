@@ -11,6 +11,7 @@ const { builtinModules, createRequire } = require('node:module');
 const net = require('node:net');
 const path = require('node:path');
 const { StringDecoder } = require('node:string_decoder');
+const { promiseHooks } = require('node:v8');
 const vm = require('node:vm');
 const { Worker } = require('node:worker_threads');
 const random = require('./random');
@@ -23,9 +24,10 @@ const BOOT_ID = '/run/llm4agents/boot-id';
 
 const CAUSES = [null, 'interrupt', 'timeout'];
 
-const shared = new SharedArrayBuffer(8);
+const shared = new SharedArrayBuffer(12);
 const generation = new Int32Array(shared, 0, 1); // of random state
 const cause = new Int32Array(shared, 4, 1); // why watch.js ends a cell: an index of CAUSES
+const answered = new Int32Array(shared, 8, 1); // the cell that watch.js asked to be ended, once it is
 const fresh = random.install(generation);
 const session = new inspector.Session();
 session.connect();
@@ -74,17 +76,32 @@ function run({ code, count, cwd, env, warm }) {
     return;
   }
   const expression = `${code}\n//# sourceURL=${warm ? 'warm' : `cell-${count}.js`}`;
-  const options = { expression, replMode: true, awaitPromise: true, objectGroup: 'cell' };
+  const options = { expression, replMode: true, objectGroup: 'cell' };
+  keepNextPromise();
   session.post('Runtime.evaluate', options, (error, answer) => {
-    if (running !== cell) return; // it was interrupted, and nobody waits any more
-    if (error || !answer.result) end(cell, 'interrupted');
-    else if (answer.exceptionDetails) end(cell, 'error', show.failure(thrown(answer)));
-    else {
-      const value = valueOf(answer.result);
-      if (value !== undefined) say({ type: 'result', main: true, data: show.bundle(value) });
-      end(cell, 'ok');
-    }
+    if (error || !answer.result) settle(cell, 'interrupted');
+    else if (answer.exceptionDetails) settle(cell, 'error', thrown(answer));
+    else settle(cell, 'ok', valueOf(answer.result));
   });
+}
+
+// Node dies when the promise of a cell is collected before it has come to anything, which one that waits for
+// nothing, or was interrupted while it waited, would be. It is the first one that an evaluation makes.
+function keepNextPromise() {
+  const stop = promiseHooks.onInit((promise) => {
+    stop();
+    kept = promise;
+  });
+}
+
+let kept = null;
+const abandoned = [];
+
+// A cell has come to its end, unless it was interrupted and nobody waits any more.
+function settle(cell, status, value) {
+  if (running !== cell) return;
+  if (status === 'ok' && value !== undefined) say({ type: 'result', main: true, data: show.bundle(value) });
+  end(cell, status, status === 'error' ? show.failure(value) : undefined);
 }
 
 // The value behind what the inspector says of it.
@@ -115,9 +132,11 @@ function thrown({ exceptionDetails }) {
 
 function end(cell, status, error) {
   running = null;
+  Atomics.store(answered, 0, cell.count);
   cell.restore?.();
   const why = CAUSES[Atomics.exchange(cause, 0, 0)];
   if (status === 'interrupted') {
+    abandoned.push(kept);
     error = { name: 'Interrupted', value: 'the cell was interrupted', traceback: '' };
     if (why === 'timeout') {
       status = 'timed_out';
@@ -198,9 +217,9 @@ process.on('uncaughtException', (error) => process.stderr.write(`Uncaught ${show
 process.on('unhandledRejection', (error) => process.stderr.write(`Uncaught (in promise) ${show.failure(error).traceback}\n`));
 process.on('exit', () => session.disconnect()); // else its open calls are answered where nothing can run any more
 
-const watcher = new Worker(path.join(__dirname, 'watch.js'), { workerData: { generation, cause }, stdout: true, stderr: true });
+const watcher = new Worker(path.join(__dirname, 'watch.js'), { workerData: { generation, cause, answered }, stdout: true, stderr: true });
 watcher.on('message', (count) => {
-  // What waits for something (and not: runs) is not ended by the end of what runs.
+  Atomics.store(answered, 0, count);
   if (running !== null && running.count === count) end(running, 'interrupted');
 });
 watcher.once('online', () => say({ type: 'ready' }));

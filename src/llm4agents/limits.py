@@ -62,6 +62,11 @@ DISK_MIB_MIN: Final = 64
 PIDS_MIN: Final = 16
 PIDS_MAX: Final = 32_768
 OUTPUT_BYTES_PER_S_MIN: Final = 1_024
+LAYERS_MAX: Final = 8
+"""Of a sandbox's disk, above its template's; more are merged at a pause."""
+FORKS_MAX: Final = 64
+KEEP_S: Final = 30 * 86_400
+KEEP_S_MAX: Final = 365 * 86_400
 VOLUME_SLOTS: Final = 4
 VOLUME_SLOT_BYTES: Final = 1_048_576
 TB_SIZE_MIB: Final = 128

@@ -30,6 +30,7 @@ from llm4agents.api.routes import (
     pool,
     processes,
     sandboxes,
+    states,
     trees,
 )
 from llm4agents.errors import (
@@ -106,6 +107,7 @@ def create_app(context: Context) -> FastAPI:
     for module in (
         node,
         sandboxes,
+        states,
         calls,
         contexts,
         processes,

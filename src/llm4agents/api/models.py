@@ -36,6 +36,11 @@ def _path(value: object) -> str:
 Path = Annotated[str, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
+IdleSeconds = Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)]
+KeepSeconds = Annotated[float, Field(gt=0, le=limits.KEEP_S_MAX)]
+OnTimeout = Literal["kill", "pause"]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -73,17 +78,58 @@ class Create(WithEnv):
     pids: Annotated[int, Field(ge=limits.PIDS_MIN, le=limits.PIDS_MAX)] | None = None
     output_bytes_per_s: Annotated[int, Field(ge=limits.OUTPUT_BYTES_PER_S_MIN, le=1 << 40)] | None = None
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX)] = 0.0
+    on_timeout: OnTimeout = "kill"
+    auto_resume: bool = True
+    keep_s: KeepSeconds = limits.KEEP_S
 
     @field_validator("metadata")
     @classmethod
     def _check_metadata(cls, value: dict[str, str]) -> dict[str, str]:
-        if sum(len(k.encode()) + len(v.encode()) for k, v in value.items()) > limits.METADATA_BYTES_MAX:
-            raise ValueError(f"more than {limits.METADATA_BYTES_MAX} bytes of metadata")
-        return value
+        return _metadata(value)
+
+
+def _metadata(value: dict[str, str]) -> dict[str, str]:
+    if sum(len(k.encode()) + len(v.encode()) for k, v in value.items()) > limits.METADATA_BYTES_MAX:
+        raise ValueError(f"more than {limits.METADATA_BYTES_MAX} bytes of metadata")
+    return value
 
 
 class Timeout(Body):
-    timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)]
+    timeout_s: IdleSeconds | None = None
+    on_timeout: OnTimeout | None = None
+    keep_s: KeepSeconds | None = None
+    auto_resume: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Timeout:
+        if not self.model_fields_set:
+            raise ValueError("give timeout_s, on_timeout, keep_s or auto_resume")
+        return self
+
+
+class Nothing(Body):
+    pass
+
+
+class Resume(Body):
+    cold: bool = False
+    timeout_s: IdleSeconds | None = None
+
+
+class Fork(Body):
+    count: Annotated[int, Field(ge=1, le=limits.FORKS_MAX)] = 1
+    timeout_s: IdleSeconds | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, value: dict[str, str]) -> dict[str, str]:
+        return _metadata(value)
+
+
+class Snapshot(Body):
+    name: Name
+    description: Annotated[str, Field(max_length=1024)] = ""
 
 
 def _base64(value: str, what: str) -> bytes:
@@ -259,4 +305,10 @@ def sandbox(row: Any) -> dict[str, Any]:
         "accelerator": row.accelerator,
         "boot_id": row.boot_id,
         "limits": row.limits,
+        "on_timeout": row.on_timeout,
+        "auto_resume": row.auto_resume,
+        "keep_s": row.keep_s,
+        "paused_at": row.paused_at,
+        "pause": row.pause,
+        "parent": row.parent,
     }

@@ -57,6 +57,26 @@ COMMANDS = {
     "events": ("observe", "events", "Show what happened to sandboxes; with --follow as it happens."),
     "usage": ("observe", "usage", "Show what sandboxes have used: time running and paused."),
     "top": ("observe", "top", "Show what sandboxes take now, live (q quits)."),
+    "pause": (
+        "states",
+        "pause",
+        "Put a sandbox to disk: it costs no memory and no time until it is resumed.",
+    ),
+    "resume": (
+        "states",
+        "resume",
+        "Let a paused sandbox run on where it was. (A call does that too, unless auto-resume is off.)",
+    ),
+    "fork": (
+        "states",
+        "fork",
+        "Make sandboxes that are what this one is now, memory, processes and files; it goes on.",
+    ),
+    "snapshot": (
+        "states",
+        "snapshot",
+        "Make a template of a sandbox as it is now; `create --template NAME` clones it.",
+    ),
     "prune": ("host", "prune", "Remove from the cache what nothing needs."),
     "du": ("host", "du", "Say what lies on disk."),
     "setup": ("host", "setup", "Install the host packages that are missing, after asking."),

@@ -34,6 +34,8 @@ def create(
     output_rate: Annotated[int | None, typer.Option(help="Bytes a second of a command's output.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for room on a full node.")] = 0.0,
     metadata: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Repeatable.")] = None,
+    on_timeout: Annotated[str, typer.Option(help="When its time is up: kill or pause.")] = "kill",
+    keep: Annotated[float, typer.Option(help="Seconds a pause is kept.")] = limits.KEEP_S,
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
@@ -55,11 +57,13 @@ def create(
             output_rate=output_rate,
             wait=wait,
             metadata=options.pairs(metadata, "--metadata"),
+            on_timeout=on_timeout,  # type: ignore[arg-type]  # the server says what there is
+            keep=keep,
             require_kvm=require_kvm,
             on_progress=progress,
         )
     if json:
-        output.emit(_as_dict(sandbox.info()))
+        output.emit(as_dict(sandbox.info()))
     else:
         print(sandbox.id)
 
@@ -229,7 +233,7 @@ def ls(
     found = Sandbox.list(state=state, metadata=options.pairs(metadata, "--metadata"))
     shown = [info for info in found if all or state or info.state not in ids.ENDED]
     if json:
-        output.emit({"sandboxes": [_as_dict(info) for info in shown]})
+        output.emit({"sandboxes": [as_dict(info) for info in shown]})
         return
     rows = [
         (
@@ -278,7 +282,7 @@ def kill(
         output.emit({"killed": killed})
 
 
-def _as_dict(info: Any) -> dict[str, Any]:
+def as_dict(info: Any) -> dict[str, Any]:
     return {
         field.name: getattr(info, field.name).isoformat()
         if hasattr(getattr(info, field.name), "isoformat")

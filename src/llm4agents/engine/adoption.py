@@ -7,14 +7,13 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
 
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, deadlines, lifecycle, usage
-from llm4agents.engine.creation import Places
+from llm4agents.engine import clock, contact, creation, deadlines, lifecycle, pausing, usage
 from llm4agents.engine.live import Live
+from llm4agents.engine.node import Node, Places
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm import shim
@@ -28,51 +27,77 @@ GREET_TIMEOUT_S = 15.0
 """For a guest that is busy: one that does not answer is ended."""
 
 
-async def adopt_all(
-    store: Store,
-    driver: Driver,
-    places: Places,
-    on_deadline: Callable[[Live, str], None],
-    free_bytes: Callable[[], int],
-) -> list[Live]:
-    """Every sandbox of the store that lives on, taken over; the others are ended, with their reason. No orphans."""
+async def adopt_all(node: Node) -> list[Live]:
+    """Every sandbox of the store that lives on, taken over; half-done acts finished or undone; the others ended, with
+    their reason. No orphans: no machine, directory or layer that no sandbox has."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(row: SandboxRow) -> Live | None:
         async with slots:
-            return await _adopt(row, store, driver, places, on_deadline, free_bytes)
+            return await _adopt(row, node)
 
-    found = await asyncio.gather(*(one(row) for row in store.alive()))
+    found = await asyncio.gather(*(one(row) for row in node.store.alive() if row.state != "paused"))
     adopted = [live for live in found if live is not None]
-    await _sweep(places, {live.row.id for live in adopted})
+    kept = node.store.alive()
+    await _sweep(node.places, {live.row.id for live in adopted}, {row.id for row in kept})
+    shutil.rmtree(node.places.photographs, ignore_errors=True)
+    gone = node.places.sweep_layers(node.store.layers())
+    if gone:
+        log.info("swept_layers", count=len(gone))
     return adopted
 
 
-async def _adopt(
-    row: SandboxRow,
-    store: Store,
-    driver: Driver,
-    places: Places,
-    on_deadline: Callable[[Live, str], None],
-    free_bytes: Callable[[], int],
-) -> Live | None:
-    machine = await _machine(row, driver)
+async def _adopt(row: SandboxRow, node: Node) -> Live | None:
+    machine = await _machine(row, node.driver)
     why = "its server died while it was being created"
+    if row.state == "pausing" and row.ending is None and pausing.finished(node, row, row.reason):
+        if machine is not None:
+            await machine.stop()
+        node.places.remove_run(row.id)
+        log.info("pause_finished", sandbox=row.id)
+        return None
     if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE:
         try:
-            await machine.resume()  # one that stands still for a full disk tries again
-            agent = await contact.greet(machine, timeout=GREET_TIMEOUT_S, dirty=True)
-            live = Live(row, machine, agent, on_deadline, free_bytes)
-            live.last_used_s = _idle_since(row, places)
-            live.watch_deadlines()
+            live = await _take_over(row, machine, node)
             log.info("adopted", sandbox=row.id)
             return live
         except LLM4AgentsError as error:
             why = f"could not be taken over: {error.message}"
     if machine is not None:
         await machine.stop()
-    _record_end(row, store, places, why, adoptable=row.state in lifecycle.ADOPTABLE)
+    if row.ending is None and _paused_after_all(row, node):
+        node.places.remove_run(row.id)
+        return None
+    _record_end(row, node.store, node.places, why, adoptable=row.state in lifecycle.ADOPTABLE)
     return None
+
+
+async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
+    await machine.resume()  # one that stood still, for a full disk or an act that was not finished
+    agent = await contact.greet(machine, timeout=GREET_TIMEOUT_S, dirty=True)
+    env = node.places.env(row.id)
+    if row.state == "resuming":
+        variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
+        boot_id = await creation.identify(agent, row.id, {**variant.environment, **env})
+        return pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
+    await agent.thaw()
+    if row.state == "pausing":
+        shutil.rmtree(node.places.pause(row.id), ignore_errors=True)
+        node.store.transition(row, "running", "its server died before the pause was whole", clock.stamp())
+    live = node.live(row, machine, agent, env)
+    live.last_used_s = _idle_since(row, node.places)
+    live.watch_deadlines()
+    return live
+
+
+def _paused_after_all(row: SandboxRow, node: Node) -> bool:
+    """A sandbox whose machine is gone may have a pause still: a whole one, or only its disk."""
+    if row.state == "resuming":
+        ran = node.places.used(row.id).exists() or row.reason == "cold"
+        pausing.back_to_paused(node, row, ran, "its server died")
+        return True
+    # The host lost power after the pause was on disk, and before the store was.
+    return row.state in ("running", "pausing") and pausing.finished(node, row, "its host restarted")
 
 
 async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:
@@ -115,7 +140,7 @@ def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adop
     log.info("ended", sandbox=row.id, state=state, reason=reason)
 
 
-async def _sweep(places: Places, alive: set[str]) -> None:
+async def _sweep(places: Places, alive: set[str], kept: set[str]) -> None:
     """End machines and remove directories that no sandbox of the store has: half-made creates and builds."""
 
     def orphans() -> list[int]:
@@ -135,7 +160,7 @@ async def _sweep(places: Places, alive: set[str]) -> None:
             send(signal.SIGKILL)  # their VMMs go with them
             break
         await asyncio.sleep(0.01)
-    for parent in (places.machines, places.sandboxes):
+    for parent, wanted in ((places.machines, alive), (places.sandboxes, kept)):
         for path in parent.iterdir() if parent.is_dir() else []:
-            if path.name not in alive:
+            if path.name not in wanted:
                 shutil.rmtree(path, ignore_errors=True)

@@ -10,15 +10,14 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.engine import bounds, clock, contact, parts
 from llm4agents.engine.live import Live
+from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.verbs import Agent
@@ -40,25 +39,6 @@ def host_name(sandbox: str) -> str:
     return sandbox.replace("_", "-")
 
 
-class Places:
-    """Where a sandbox's things are on this host."""
-
-    def __init__(self, state: Path, run_dir: Path) -> None:
-        self.sandboxes = state / "sandboxes"
-        self.machines = run_dir / "vm"
-
-    def disk(self, sandbox: str) -> Path:
-        return self.sandboxes / sandbox / "upper.qcow2"
-
-    def run(self, sandbox: str) -> Path:
-        return self.machines / sandbox
-
-    def remove(self, sandbox: str) -> None:
-        """Everything of a sandbox whose machine has ended. Idempotent."""
-        for path in (self.sandboxes / sandbox, self.machines / sandbox):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def prepare(ident: str, variant: Variant, places: Places) -> tuple[Disk, ...]:
     """Make the directories of a new clone and its disk; its disks. Raises OSError, CapacityError."""
     overlay = places.disk(ident)
@@ -74,6 +54,7 @@ class Origin:
 
     variant: Variant
     snapshot: Snapshot
+    diff: Snapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +76,29 @@ async def wake(
     places: Places,
     while_starting: Callable[[], None] = lambda: None,
     while_waking: Callable[[Machine], None] = lambda _: None,
+    before_running: Callable[[Machine], Awaitable[None]] | None = None,
 ) -> Woken:
     """Clone `origin` into `places.run(ident)` (made already), let it run, and make it a machine of its own.
 
     `while_starting` is called while the VMM starts, `while_waking` while the guest wakes up: room for a store's
-    writes. Nothing runs any more when this raises (BootError when the guest does not answer in time).
+    writes; `before_running` is waited for when it is loaded and stands still. Nothing runs any more when this
+    raises (BootError when the guest does not answer in time).
     """
     machine: Machine | None = None
     deadline = clock.wall_s() + CREATE_GRACE_S
     try:
         async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
             placement = Placement(ident, places.run(ident), deadline)
-            restoring = asyncio.create_task(driver.restore(origin.snapshot, placement, disks))
+            restoring = asyncio.create_task(
+                driver.restore(origin.snapshot, placement, disks, diff=origin.diff)
+            )
             try:
                 await asyncio.sleep(0)
                 while_starting()
             finally:
                 machine = await restoring
+            if before_running is not None:
+                await before_running(machine)
             await machine.resume()
             greeting = asyncio.create_task(contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S))
             try:
@@ -119,15 +106,7 @@ async def wake(
                 while_waking(machine)
             finally:
                 agent = await greeting
-            boot_id = secrets.token_hex(16)
-            await agent.post_restore(
-                entropy=os.urandom(64),
-                unix_ns=time.time_ns(),
-                hostname=host_name(ident),
-                machine_id=secrets.token_hex(16),
-                boot_id=boot_id,
-                env={**origin.variant.environment, **env},
-            )
+            boot_id = await identify(agent, ident, {**origin.variant.environment, **env})
         return Woken(machine, agent, boot_id)
     except BaseException as error:
         if machine is not None:
@@ -139,6 +118,20 @@ async def wake(
                 hint="the host may be overloaded; try again",
             ) from error
         raise
+
+
+async def identify(agent: Agent, ident: str, env: Mapping[str, str]) -> str:
+    """Make the machine another than its twins: entropy, clock, names; its processes run on. The new boot id."""
+    boot_id = secrets.token_hex(16)
+    await agent.post_restore(
+        entropy=os.urandom(64),
+        unix_ns=time.time_ns(),
+        hostname=host_name(ident),
+        machine_id=secrets.token_hex(16),
+        boot_id=boot_id,
+        env=env,
+    )
+    return boot_id
 
 
 async def create(
@@ -165,10 +158,12 @@ async def create(
         stored = True
 
     try:
+        disks = prepare(row.id, variant, places)
+        places.keep_env(row.id, env)
         woken = await wake(
             row.id,
             Origin(variant, snapshot),
-            prepare(row.id, variant, places),
+            disks,
             env,
             driver=driver,
             places=places,
@@ -178,7 +173,7 @@ async def create(
     except BaseException as error:
         places.remove(row.id)
         if stored:
-            _record_failure(row, error, store)
+            record_failure(row, error, store)
         if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
             raise _host_error(error) from error
         raise
@@ -191,7 +186,7 @@ async def create(
     except BaseException as error:
         await asyncio.shield(woken.machine.stop())
         places.remove(row.id)
-        _record_failure(row, error, store)
+        record_failure(row, error, store)
         raise
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
     live.watch_deadlines()
@@ -219,6 +214,7 @@ async def hand_over(
     later, the agent does later. On failure nothing is left, not even a row.
     """
     try:
+        places.keep_env(row.id, env)
         asked = bounds.Bounds.of(row.limits)
         bounds.check(woken.agent, asked)
         bounds.on_host(woken.machine, row.limits)
@@ -264,7 +260,7 @@ def _host_error(error: OSError) -> LLM4AgentsError:
     return HostSetupError(f"a sandbox could not be made: {error}", hint="llm4agents doctor")
 
 
-def _record_failure(row: SandboxRow, error: BaseException, store: Store) -> None:
+def record_failure(row: SandboxRow, error: BaseException, store: Store) -> None:
     cancelled = isinstance(error, asyncio.CancelledError)
     state, reason = ("killed", "cancelled") if cancelled else ("failed", f"create failed: {error}"[:500])
     now = clock.stamp()

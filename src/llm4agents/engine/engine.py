@@ -20,14 +20,16 @@ from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.engine import adoption, bounds, clock, contact, creation, lifecycle, parts, top
 from llm4agents.engine import host as hosts
+from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.bounds import Bounds
-from llm4agents.engine.creation import Places
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
+from llm4agents.engine.keeping import Keeper
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
+from llm4agents.engine.node import Node, Places
 from llm4agents.engine.pool import Pool
 from llm4agents.engine.runs import Sandboxes
 from llm4agents.engine.templates import Templates
@@ -70,12 +72,16 @@ class Wish:
     bounds: Bounds = field(default_factory=Bounds)
     wait_s: float = 0.0
     """How long to queue for room on a node that is full."""
+    on_timeout: str = "kill"
+    auto_resume: bool = True
+    keep_s: float = limits.KEEP_S
 
 
-class Engine:
+class Engine(Acts):
     """Open it with `start`, end it with `close`. All methods belong to one event loop."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
+        super().__init__()
         self.settings = settings
         self.store = store
         self.driver = QemuDriver(settings)
@@ -99,6 +105,9 @@ class Engine:
         self._creators: set[asyncio.Task[Any]] = set()
         self._unwritten: list[Callable[[], None]] = []
         self._closing = False
+        self.node = Node(self.driver, store, self.places, self.templates, self._on_deadline, self._free_bytes)
+        self.templates.users_of = store.lying_on
+        self._keeper = Keeper(store, self._expire)
 
     @classmethod
     def open(cls, settings: Settings) -> Engine:
@@ -112,14 +121,13 @@ class Engine:
         for directory in (self.places.machines, self.places.sandboxes):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         await asyncio.to_thread(self.templates.cache.sweep)
-        for live in await adoption.adopt_all(
-            self.store, self.driver, self.places, self._on_deadline, self._free_bytes
-        ):
+        for live in await adoption.adopt_all(self.node):
             self.admission.hold(live.row.id, live.row.memory_mib)
             self._enter(live)
         self.meter.start()
         self._spawn(self.meter.run())
         self.jobs.start()
+        self._keeper.look()
         self.store.forget_ended(clock.wall_s() - FORGET_S)
         self.logs.sweep(lambda sandbox: self.store.get(sandbox) is not None)
         self.pool.start(self.settings.pool)
@@ -136,12 +144,21 @@ class Engine:
         if keep:
             await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
         else:
-            await asyncio.gather(*(self.kill(sandbox, "server stopped") for sandbox in list(self._live)))
+            await asyncio.gather(*(self._stop_one(live) for live in list(self._live.values())))
+        self._keeper.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.feed.close()
         await self.driver.close()
+
+    async def _stop_one(self, live: Live) -> None:
+        """A sandbox that wants to be paused at its time is paused when its server stops, the others end."""
+        if live.row.on_timeout == "pause":
+            with contextlib.suppress(LLM4AgentsError):
+                await self.pause(live.row.id, "server stopped")
+                return
+        await self.kill(live.row.id, "server stopped")
 
     async def _leave(self, live: Live) -> None:
         live.ending = True
@@ -241,6 +258,10 @@ class Engine:
             metadata=dict(wish.metadata),
             accelerator=accelerator,
             limits=wish.bounds.to_json(),
+            life_s=wish.life_s,
+            on_timeout=wish.on_timeout,
+            auto_resume=wish.auto_resume,
+            keep_s=wish.keep_s,
         )
 
     def get(self, sandbox: str) -> SandboxRow:
@@ -264,34 +285,34 @@ class Engine:
             )
         return live
 
-    async def access(self, sandbox: str) -> Live:
-        """The running sandbox for a call about to be made; one that is paused is resumed first, if it may be.
-
-        Raises what `live` does.
-        """
-        return self.live(sandbox)
-
     @contextlib.asynccontextmanager
     async def use(self, sandbox: str, what: str) -> AsyncIterator[Agent]:
         """The agent of a running sandbox, which is held open meanwhile. See `Live.use`."""
         async with (await self.access(sandbox)).use(what) as agent:
             yield agent
 
-    def set_timeout(self, sandbox: str, idle_timeout_s: float) -> SandboxRow:
-        """Change the idle timeout, counted from now."""
-        live = self.live(sandbox)
-        self.store.change(live.row, idle_timeout_s=idle_timeout_s)
-        live.last_used_s = clock.boottime_s()
-        live.watch_deadlines()
-        return live.row
-
     async def kill(self, sandbox: str, reason: str = "killed by request") -> SandboxRow:
-        """End a sandbox; one that has ended stays as it is. Raises SandboxNotFoundError."""
-        live = self._live.get(sandbox)
-        if live is None:
-            return self.get(sandbox)
-        await self._end(live, "killed", reason)
-        return live.row
+        """End a sandbox, running or paused; one that has ended stays as it is. Raises SandboxNotFoundError."""
+        self.get(sandbox)
+        async with self._alone(sandbox):
+            live = self._live.get(sandbox)
+            if live is None:
+                row = self.get(sandbox)
+                if row.state == "paused":
+                    self.store.change(row, ending=reason)
+                    self.places.remove(sandbox)
+                    now = clock.stamp()
+                    self.store.transition(row, "killed", reason, now, ended_at=now.wall_s)
+                    self._sweep_layers()
+                return row
+            await self._end(live, "killed", reason)
+            return live.row
+
+    async def _expire(self, sandbox: str) -> None:
+        """The time a pause is kept for is over."""
+        row = self.store.get(sandbox)
+        if row is not None and row.state == "paused":
+            await self.kill(sandbox, f"kept paused for {row.keep_s:g} s")
 
     async def _end(self, live: Live, state: str, reason: str) -> None:
         if live.ending:
@@ -312,10 +333,13 @@ class Engine:
             self.meter.ending(live.row)
             self.logs.keep_console(live.row.id)
             self.places.remove(live.row.id)
+            forked = live.row.disk is not None
             self._unwritten.append(
                 partial(self.store.transition, live.row, state, reason, now, ended_at=now.wall_s, record=None)
             )
             self._settle()
+            if forked:
+                self._sweep_layers()
             log.info("ended", sandbox=live.row.id, state=state, reason=reason)
         finally:
             self._live.pop(live.row.id, None)
@@ -332,7 +356,7 @@ class Engine:
             del self._unwritten[0]
 
     def _on_deadline(self, live: Live, reason: str) -> None:
-        self._spawn(self._end(live, "killed", reason))
+        self._spawn(self._at_deadline(live, reason))
 
     # -- watching ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The states of a sandbox, what may follow what, and what may be asked of each. Pure: no I/O, no time.
 
     creating → running → pausing → paused → resuming → running
+    a pause that fails → running, a resume that fails → paused
     anything that has not ended → killed (someone or some deadline wanted it) | failed (nobody did)
 
 Not here: performing a transition (`supervisor`) or recording it (`store`).
@@ -11,8 +12,10 @@ from __future__ import annotations
 from typing import Final, Literal
 
 State = Literal["creating", "running", "pausing", "paused", "resuming", "killed", "failed"]
-Event = Literal["started", "pause", "paused", "resume", "resumed", "kill", "fail"]
-Action = Literal["use", "extend", "kill", "pause", "resume"]
+Event = Literal[
+    "started", "pause", "paused", "pause_failed", "resume", "resumed", "resume_failed", "kill", "fail"
+]
+Action = Literal["use", "extend", "kill", "pause", "resume", "fork", "snapshot"]
 
 STATES: Final[tuple[State, ...]] = (
     "creating",
@@ -23,16 +26,28 @@ STATES: Final[tuple[State, ...]] = (
     "killed",
     "failed",
 )
-EVENTS: Final[tuple[Event, ...]] = ("started", "pause", "paused", "resume", "resumed", "kill", "fail")
-ACTIONS: Final[tuple[Action, ...]] = ("use", "extend", "kill", "pause", "resume")
+EVENTS: Final[tuple[Event, ...]] = (
+    "started",
+    "pause",
+    "paused",
+    "pause_failed",
+    "resume",
+    "resumed",
+    "resume_failed",
+    "kill",
+    "fail",
+)
+ACTIONS: Final[tuple[Action, ...]] = ("use", "extend", "kill", "pause", "resume", "fork", "snapshot")
 TERMINAL: Final[frozenset[State]] = frozenset(("killed", "failed"))
 
 _NEXT: Final[dict[tuple[State, Event], State]] = {
     ("creating", "started"): "running",
     ("running", "pause"): "pausing",
     ("pausing", "paused"): "paused",
+    ("pausing", "pause_failed"): "running",
     ("paused", "resume"): "resuming",
     ("resuming", "resumed"): "running",
+    ("resuming", "resume_failed"): "paused",
 }
 
 _MAY: Final[dict[Action, frozenset[State]]] = {
@@ -41,10 +56,13 @@ _MAY: Final[dict[Action, frozenset[State]]] = {
     "kill": frozenset(("creating", "running", "pausing", "paused", "resuming", "killed", "failed")),
     "pause": frozenset(("running",)),
     "resume": frozenset(("paused",)),
+    "fork": frozenset(("running", "paused")),
+    "snapshot": frozenset(("running", "paused")),
 }
 
-ADOPTABLE: Final[frozenset[State]] = frozenset(("running",))
-"""A state whose machine a new server can take over as it is; in the others an act was half done."""
+ADOPTABLE: Final[frozenset[State]] = frozenset(("running", "pausing", "resuming"))
+"""A state whose machine, if it lives, a new server can take over: a pause that was not finished is undone, a resume
+that had begun to run is finished. In `creating` nobody has been told of it yet."""
 
 
 def next_state(state: State, event: Event) -> State | None:
@@ -67,5 +85,7 @@ def why_not(state: State, action: Action) -> str:
         "pause": "be paused",
         "resume": "be resumed",
         "kill": "be killed",
+        "fork": "be forked",
+        "snapshot": "be made a template of",
     }
     return f"is {state} and cannot {doing[action]}"

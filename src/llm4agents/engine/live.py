@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from llm4agents import limits
 from llm4agents.engine import clock, deadlines, lifecycle
@@ -53,6 +53,9 @@ class Live:
     busy: int = 0
     last_used_s: float = field(default_factory=clock.boottime_s)
     """CLOCK_BOOTTIME of the end of the last call."""
+    gate: Callable[[], Awaitable[Live]] | None = None
+    """While it is being paused or photographed: waits that out and gives the sandbox to use then (after a pause
+    another `Live`). Calls that were under way before go on, or end with the pause."""
     ending: bool = False
     disk_full: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,6 +75,12 @@ class Live:
 
         Raises ConflictError when it is not running, CapacityError while the host's disk is full.
         """
+        if self.gate is not None:
+            live = await self.gate()
+            if live is not self:
+                async with live.use(what) as agent:
+                    yield agent
+                return
         if self.ending or not lifecycle.can(self.row.state, "use"):  # type: ignore[arg-type]
             raise ConflictError(f"{self.row.id} {lifecycle.why_not(self.row.state, 'use')}")  # type: ignore[arg-type]
         if self.disk_full:
@@ -192,7 +201,9 @@ class Live:
     async def write_deadline(self) -> None:
         """Tell the shim when its time is up, as of now."""
         wait, _ = self._deadline()
-        await self.machine.set_deadline(clock.wall_s() + wait)
+        # One that is to be paused is only stopped by its keeper when no server lives: the next one pauses it.
+        act: Literal["stop", "kill"] = "stop" if self.row.on_timeout == "pause" else "kill"
+        await self.machine.set_deadline(clock.wall_s() + wait, act=act)
 
     def stop_watching(self) -> None:
         for handle in (self._timer, self._sync):

@@ -65,15 +65,23 @@ class Variant:
     contents: list[dict[str, Any]]
     blobs: list[str]
     """Digests of the cache's blobs that it needs; prune keeps them."""
+    family: str | None = None
+    """For a snapshot: the built-in template it came from, whose services a cold boot starts."""
+    description: str = ""
 
     @property
     def snapshot(self) -> Path:
         return self.path / SNAPSHOT
 
-    def disks(self, overlay: Path) -> tuple[Disk, ...]:
+    @property
+    def upper(self) -> Path:
+        return self.path / UPPER
+
+    def disks(self, overlay: Path, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
+        """The disks of a clone: `overlay` is its top, over `layers` (nearest first), over the template's upper."""
         return (
             Disk("root", self.rootfs, "raw", read_only=True),
-            Disk("upper", overlay, "qcow2", read_only=False, backing=(self.path / UPPER,)),
+            Disk("upper", overlay, "qcow2", read_only=False, backing=(*layers, self.upper)),
         )
 
 
@@ -129,6 +137,8 @@ def save(variant: Variant, directory: Path) -> None:
         "services": variant.services,
         "contents": variant.contents,
         "blobs": variant.blobs,
+        "family": variant.family,
+        "description": variant.description,
     }
     with (directory / TEMPLATE).open("x") as file:
         json.dump(body, file, indent=1)
@@ -161,6 +171,8 @@ def load(path: Path, blob: Any) -> Variant:
             services=[str(name) for name in body["services"]],
             contents=list(body["contents"]),
             blobs=[str(digest) for digest in body["blobs"]],
+            family=body.get("family"),
+            description=str(body.get("description") or ""),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionMismatchError(

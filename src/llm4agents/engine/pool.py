@@ -22,7 +22,8 @@ from llm4agents.config import PoolWish
 from llm4agents.engine import clock, creation, parts
 from llm4agents.engine import host as hosts
 from llm4agents.engine.admission import Admission
-from llm4agents.engine.creation import Origin, Places, Woken
+from llm4agents.engine.creation import Origin, Woken
+from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import Shape, Templates
 from llm4agents.errors import CapacityError, InvalidRequestError, LLM4AgentsError

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from llm4agents.errors import (
     BootError,
     ConflictError,
     GuestError,
+    InvalidRequestError,
     LLM4AgentsError,
+    NotFoundError,
     TemplateNotFoundError,
     TimedOutError,
     VersionMismatchError,
@@ -64,6 +67,8 @@ class Templates:
         self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
         self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
         self._listeners: dict[Shape, list[Progress]] = {}
+        self.users_of: Callable[[str], builtins.list[str]] = lambda _: []
+        """The sandboxes that lie on the variant of that key: it is not removed while there are any."""
 
     @property
     def held_bytes(self) -> int:
@@ -129,6 +134,11 @@ class Templates:
             identity = self._driver.identity(machine, can)
             key = parts.variant_key(wanted, made_of, identity, vcpus, memory_mib)
             dest = self.cache.templates / wanted.name / "keys" / key
+            if rebuild and (users := self.users_of(key)):
+                raise ConflictError(
+                    f"{len(users)} sandboxes lie on {wanted.name} as it is: {', '.join(users[:5])}",
+                    hint="kill them first; what is paused needs the very template it was made from",
+                )
             async with self.cache.lock(f"template-{key}", progress):
                 found = None if rebuild else self._find(dest)
                 # The key says what it should be, the manifest what it is: only both together are loaded.
@@ -141,6 +151,54 @@ class Templates:
         self._pin(shape).unlink(missing_ok=True)
         self._drop_others(found[0])
         return found
+
+    # -- those that something lies on ---------------------------------------------------------------------
+
+    async def by_key(self, name: str, key: str | None, *, loadable: bool = True) -> tuple[Variant, Snapshot]:
+        """The very variant a sandbox was cloned from. `loadable`: its memory must be one this host can load.
+
+        Raises NotFoundError when it is gone, VersionMismatchError when its machine cannot be loaded here.
+        """
+        found = next((ready for ready in self._ready.values() if ready[0].key == key), None)
+        if found is None:
+            found = self._find(self.cache.templates / name / "keys" / str(key)) if key else None
+        if found is None:
+            raise NotFoundError(
+                f"the template {name} ({key}) that this sandbox lies on is gone from the cache",
+                hint="was the cache emptied? nothing can be made of it without the template",
+            )
+        if loadable:
+            can = await self._driver.capabilities()
+            snapshots.check_identity(found[1], self._driver.identity(found[1].spec, can))
+        return found
+
+    def empty_overlay(self, name: str, key: str | None) -> Path:
+        """An empty overlay to be copied, of the size of that variant's disk."""
+        return self.cache.templates / name / "keys" / str(key) / parts.EMPTY
+
+    def check_free(self, name: str) -> None:
+        """Raises InvalidRequestError or ConflictError when a snapshot cannot be called `name`."""
+        if not spec.valid_name(name):
+            raise InvalidRequestError(
+                f"{name!r} cannot be a template's name", hint="a-z, 0-9, '-' and '_', beginning with a letter"
+            )
+        if name in spec.BUILTIN or any(variant.name == name for variant in self.list()):
+            raise ConflictError(f"there is a template {name}", hint="llm4agents template rm, or another name")
+
+    def pin(self, variant: Variant) -> None:
+        """From now on that variant is what its name and shape mean here."""
+        shape = (variant.name, variant.vcpus, variant.memory_mib)
+        self._ready.pop(shape, None)
+        self._pin(shape).write_text(variant.key + "\n")
+
+    async def boot_parts(self, progress: Progress = silent) -> Parts:
+        """Kernel and initramfs of this version, to boot any disk with."""
+        return await self._parts(spec.get("base"), progress, refresh=False)
+
+    @staticmethod
+    def spec_of(variant: Variant) -> TemplateSpec:
+        """What a variant was built by; a snapshot's is that of the template it came from."""
+        return spec.get(variant.family or variant.name)
 
     # -- imported ones ------------------------------------------------------------------------------------
 
@@ -185,9 +243,7 @@ class Templates:
 
         imported = await bundle.import_(file, self.cache, progress, check=check)
         variant = parts.load(imported.path, self.cache.blob)
-        shape = (variant.name, variant.vcpus, variant.memory_mib)
-        self._ready.pop(shape, None)
-        self._pin(shape).write_text(variant.key + "\n")
+        self.pin(variant)
         return variant
 
     def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
@@ -202,7 +258,7 @@ class Templates:
     def _drop_others(self, kept: Variant) -> None:
         """Remove variants of the same shape that other inputs made: nothing clones from them any more."""
         for path in (self.cache.templates / kept.name / "keys").iterdir():
-            if path == kept.path:
+            if path == kept.path or self.users_of(path.name):
                 continue
             with contextlib.suppress(LLM4AgentsError):
                 other = parts.load(path, self.cache.blob)
@@ -351,6 +407,13 @@ class Templates:
             raise TemplateNotFoundError(f"there is no template {name!r}", hint="llm4agents template ls")
         if any(shape[0] == name for shape in self._building):
             raise ConflictError(f"{name} is being built", hint="wait for it, or end the call that builds it")
+        users = sorted({user for path in directory.glob("keys/*") for user in self.users_of(path.name)})
+        if users:
+            raise ConflictError(
+                f"{len(users)} sandboxes lie on {name}: {', '.join(users[:5])}{'…' if len(users) > 5 else ''}",
+                hint="kill them first; what is paused needs its template to come back",
+                sandboxes=users[:100],
+            )
         for shape in [shape for shape in self._ready if shape[0] == name]:
             _, snapshot = self._ready.pop(shape)
             await self._driver.release(snapshot.path)

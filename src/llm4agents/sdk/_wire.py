@@ -115,6 +115,9 @@ def create_body(
     pids: int | None = None,
     output_rate: int | None = None,
     wait: float | None = None,
+    on_timeout: str | None = None,
+    auto_resume: bool | None = None,
+    keep: float | None = None,
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
     if network is not None:
@@ -142,6 +145,9 @@ def create_body(
         "pids": pids,
         "output_bytes_per_s": output_rate,
         "wait_s": wait or None,
+        "on_timeout": on_timeout,
+        "auto_resume": auto_resume,
+        "keep_s": keep,
     }
     return without_none(body)
 

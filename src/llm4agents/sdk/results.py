@@ -330,6 +330,14 @@ class SandboxInfo:
     boot_id: str | None = None
     limits: dict[str, int] | None = None
     """What the create bounded beyond vCPUs and memory: `disk_mib`, `pids`, `output_bytes_per_s`."""
+    on_timeout: str | None = None
+    """`kill` or `pause`: what happens when its time is up."""
+    auto_resume: bool | None = None
+    keep_s: float | None = None
+    paused_at: datetime | None = None
+    pause: dict[str, Any] | None = None
+    """Of a paused one: `pages_bytes`, `memory` (false: only `resume(cold=True)`), `pause_ms`, `durable_ms`."""
+    parent: str | None = None
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
 
@@ -364,7 +372,7 @@ def context_id(context: str | CodeContext) -> str:
 
 def sandbox_info(body: dict[str, Any]) -> SandboxInfo:
     known = {name: body[name] for name in SandboxInfo.__slots__ if name in body and name != "raw"}
-    for name in ("created_at", "started_at", "ends_at"):
+    for name in ("created_at", "started_at", "ends_at", "paused_at"):
         known[name] = parse_time(body.get(name))
     known["metadata"] = dict(body.get("metadata") or {})
     return SandboxInfo(**{"template": "", "state": "", **known, "raw": body})

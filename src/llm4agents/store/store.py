@@ -6,6 +6,7 @@ under a millisecond, and between a decision and its write nothing else can run.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -191,6 +192,26 @@ class Store:
         return self._rows(
             select(sandboxes).where(sandboxes.c.state.not_in(TERMINAL)).order_by(sandboxes.c.created_at)
         )
+
+    def paused(self) -> Rows:
+        return self._rows(select(sandboxes).where(sandboxes.c.state == "paused"))
+
+    def layers(self) -> set[str]:
+        """The disk layers that some sandbox lies on."""
+        query = select(sandboxes.c.disk).where(
+            and_(sandboxes.c.state.not_in(TERMINAL), sandboxes.c.disk.is_not(None))
+        )
+        with self._connection.begin():
+            chains = [disk for disk in self._connection.execute(query).scalars() if disk]
+        return {str(layer) for chain in chains for layer in chain["layers"]}
+
+    def lying_on(self, template_key: str) -> builtins.list[str]:
+        """The sandboxes that have not ended and were cloned from that variant of a template."""
+        query = select(sandboxes.c.id).where(
+            and_(sandboxes.c.state.not_in(TERMINAL), sandboxes.c.template_key == template_key)
+        )
+        with self._connection.begin():
+            return [str(ident) for ident in self._connection.execute(query).scalars()]
 
     def list(
         self,

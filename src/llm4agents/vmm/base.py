@@ -102,6 +102,8 @@ class Snapshot:
     """Of a diff: the size of `pages`."""
     state_bytes: int = 0
     """Of a diff: the size of `state`."""
+    bare: bool = False
+    """Of a full one merged from a base and a diff: `state` is that of the devices alone, as in a diff."""
     parts: dict[str, str] = field(default_factory=dict)
     """Of a diff: the SHA-256 of each part."""
 
@@ -177,8 +179,11 @@ class Checkpoint(Protocol):
     @property
     def state_bytes(self) -> int: ...
 
-    async def durable(self) -> Snapshot:
-        """Digest and fsync every part, then write `manifest.json`. Raises CapacityError (directory removed)."""
+    async def durable(self, *, sync: bool = True) -> Snapshot:
+        """Digest and fsync every part, then write `manifest.json`. Raises CapacityError (directory removed).
+
+        Without `sync` it does not survive the host: for one that is used up at once.
+        """
 
     async def discard(self) -> None:
         """Remove the directory. Idempotent."""

@@ -14,6 +14,8 @@ MOVES = {
     ("pausing", "paused"): "paused",
     ("paused", "resume"): "resuming",
     ("resuming", "resumed"): "running",
+    ("pausing", "pause_failed"): "running",
+    ("resuming", "resume_failed"): "paused",
     **{(s, "kill"): "killed" for s in STATES if s not in TERMINAL},
     **{(s, "fail"): "failed" for s in STATES if s not in TERMINAL},
 }
@@ -45,6 +47,8 @@ def test_every_permission(state: State, action: str) -> None:
         "resume": state == "paused",
         "extend": state in ("running", "pausing", "paused", "resuming"),
         "kill": True,
+        "fork": state in ("running", "paused"),
+        "snapshot": state in ("running", "paused"),
     }[action]
     assert can(state, action) == allowed  # type: ignore[arg-type]
     assert state in why_not(state, action)  # type: ignore[arg-type]

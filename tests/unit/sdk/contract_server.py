@@ -210,7 +210,8 @@ async def route(call: Call) -> None:
 
 async def create(call: Call) -> None:
     body = await call.json()
-    unknown = body.keys() - {"template", "timeout_s", "life_s", "env", "memory_mib", "vcpus", "metadata"}
+    known = {"template", "timeout_s", "life_s", "env", "memory_mib", "vcpus", "metadata"}
+    unknown = body.keys() - known - {"on_timeout", "auto_resume", "keep_s"}
     if unknown:
         raise errors.InvalidRequestError(f"unknown fields {sorted(unknown)}")
     if body["template"] not in ("python", "base"):

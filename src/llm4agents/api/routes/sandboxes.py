@@ -35,6 +35,9 @@ async def create(body: models.Create, request: Request) -> Response:
         require_kvm=body.require_kvm,
         bounds=Bounds(body.disk_mib, body.pids, body.output_bytes_per_s),
         wait_s=body.wait_s,
+        on_timeout=body.on_timeout,
+        auto_resume=body.auto_resume,
+        keep_s=body.keep_s,
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):
@@ -94,12 +97,6 @@ async def get(sandbox: str, request: Request) -> Response:
 @router.delete("/{sandbox}")
 async def kill(sandbox: str, request: Request) -> Response:
     return Json(models.sandbox(await context.of(request).engine.kill(context.check_id(sandbox))))
-
-
-@router.post("/{sandbox}/timeout")
-async def timeout(sandbox: str, body: models.Timeout, request: Request) -> Response:
-    engine = context.of(request).engine
-    return Json(models.sandbox(engine.set_timeout(context.check_id(sandbox), body.timeout_s)))
 
 
 @router.get("/{sandbox}/metrics")

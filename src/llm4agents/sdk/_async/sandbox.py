@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import sys
 import warnings
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _CREATED = frozenset({"sandbox"})
 _CODE_END = frozenset({"end"})
 _EXEC_END = frozenset({"exit"})
+_COLD_S, _FORK_S, _SNAPSHOT_S = 180.0, 300.0, 600.0
+"""How long an answer may take: a boot, 64 clones, a template's worth of memory and disk."""
 _warned = False
 
 OnText = Callable[[str], Any]
@@ -65,19 +68,24 @@ class AsyncSandbox:
         wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
+        on_timeout: Literal["kill", "pause"] = "kill",
+        auto_resume: bool = True,
+        keep: float = limits.KEEP_S,
         require_kvm: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
 
-        `env` is there for every command and cell. `disk_mib` bounds what of the disk can be in use, `pids` the
-        processes and threads, `output_rate` the bytes a second that are read of each command's output. On a node
-        that is full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses
-        software emulation (HostSetupError). Raises InvalidRequestError, TemplateNotFoundError, CapacityError,
-        BootError, ServerUnavailableError; nothing is left running by any of them.
+        `env` is there for every command and cell. `on_timeout="pause"` puts it to disk when its time is up
+        instead of ending it; the next call resumes it (`auto_resume`), and it is kept for `keep` seconds.
+        `disk_mib` bounds what of the disk can be in use, `pids` the processes and threads, `output_rate` the bytes
+        a second that are read of each command's output. On a node that is full the create waits for room for
+        `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
+        Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
+        nothing is left running by any of them.
         """
         self._info: results.SandboxInfo | None = None
-        self._held = False
+        self._held = self._paused = False
         self._progress, self._require_kvm = on_progress, require_kvm
         self._wanted = _wire.create_body(
             template,
@@ -92,6 +100,9 @@ class AsyncSandbox:
             wait=wait,
             metadata=metadata,
             network=network,
+            on_timeout=on_timeout,
+            auto_resume=auto_resume,
+            keep=keep,
         )
         self._transport: AsyncTransport = transport()
         async_begin(self._open)
@@ -112,6 +123,9 @@ class AsyncSandbox:
         wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
         network: None = None,
+        on_timeout: Literal["kill", "pause"] = "kill",
+        auto_resume: bool = True,
+        keep: float = limits.KEEP_S,
         require_kvm: bool = False,
         on_progress: OnProgress | None = None,
     ) -> AsyncSandbox:
@@ -129,6 +143,9 @@ class AsyncSandbox:
             wait=wait,
             metadata=metadata,
             network=network,
+            on_timeout=on_timeout,
+            auto_resume=auto_resume,
+            keep=keep,
             require_kvm=require_kvm,
             on_progress=on_progress,
         )
@@ -148,7 +165,8 @@ class AsyncSandbox:
                     sandbox=info.id,
                 )
             made = cls.__new__(cls)
-            made._transport, made._info, made._held = way, None, False
+            made._transport, made._info = way, None
+            made._held = made._paused = False
             made._bind(info)
             return made
 
@@ -242,6 +260,9 @@ class AsyncSandbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._paused:  # who pauses it wants it back
+            await self.close()
+            return
         # The error of the body is the one to see; what does not exist any more need not be killed.
         with contextlib.suppress(SandboxNotFoundError if kind is None else LLM4AgentsError):
             await self.kill()
@@ -267,14 +288,84 @@ class AsyncSandbox:
             self._held = False
             await self._transport.release()
 
-    async def set_timeout(self, timeout: float) -> results.SandboxInfo:
-        """From now on it ends after `timeout` seconds without a call."""
-        if not _wire.seconds("timeout", timeout):
+    async def pause(self) -> results.SandboxInfo:
+        """Puts it to disk: processes, interpreter, open files come back with `resume` or the next call.
+
+        Calls under way end with SandboxPausedError. A `with` block that it was paused in does not kill it.
+        Raises CapacityError when the server's disk has no room: then it runs on.
+        """
+        body = await self._transport.json("POST", f"{self._path}/pause", {}, sandbox=self.id)
+        self._paused = True
+        self._info = results.sandbox_info(body)
+        return self._info
+
+    async def resume(self, *, cold: bool = False, timeout: float | None = None) -> results.SandboxInfo:
+        """Lets it run on where it was; `timeout` (seconds) sets a new one. One that runs stays as it is.
+
+        Raises VersionMismatchError or CorruptSnapshotError when its memory cannot be used any more (another
+        QEMU, a damaged file); `cold=True` boots its disk: files are kept, processes are not.
+        """
+        body = _wire.without_none({"cold": cold, "timeout_s": timeout})
+        wait_s = _COLD_S if cold else _wire.wait_s(None)
+        answer = await self._transport.json(
+            "POST", f"{self._path}/resume", body, wait_s=wait_s, sandbox=self.id
+        )
+        self._paused = False
+        self._info = results.sandbox_info(answer)
+        return self._info
+
+    async def fork(
+        self, count: int = 1, *, timeout: float | None = None, metadata: Mapping[str, str] | None = None
+    ) -> builtins.list[AsyncSandbox]:
+        """`count` (1 to 64) sandboxes that are what this one is now, running or paused; it goes on.
+
+        Each has memory, processes and files of its own from then on, and other random numbers. All are made,
+        or none. `metadata` is added to this one's.
+        """
+        body = _wire.without_none(
+            {"count": count, "timeout_s": timeout, "metadata": None if metadata is None else dict(metadata)}
+        )
+        answer = await self._transport.json(
+            "POST", f"{self._path}/fork", body, wait_s=_FORK_S, sandbox=self.id
+        )
+        return [self._twin(results.sandbox_info(item)) for item in answer["data"]]
+
+    def _twin(self, info: results.SandboxInfo) -> AsyncSandbox:
+        made = type(self).__new__(type(self))
+        made._transport = transport()
+        made._info, made._held, made._paused = None, False, False
+        made._bind(info)
+        return made
+
+    async def snapshot(self, name: str, *, description: str = "") -> dict[str, Any]:
+        """Makes the template `name` of it as it is now, which `Sandbox(name)` then clones; it goes on.
+
+        The environment given at create is not in it. Raises ConflictError when there is such a template.
+        """
+        body = {"name": name, "description": description}
+        return await self._transport.json(
+            "POST", f"{self._path}/snapshot", body, wait_s=_SNAPSHOT_S, sandbox=self.id
+        )
+
+    async def set_timeout(
+        self,
+        timeout: float | None = None,
+        *,
+        on_timeout: Literal["kill", "pause"] | None = None,
+        keep: float | None = None,
+        auto_resume: bool | None = None,
+    ) -> results.SandboxInfo:
+        """From now on its time is up after `timeout` seconds without a call; then `on_timeout` happens.
+
+        `keep`: seconds that it is kept when paused. What is left out stays as it is.
+        """
+        if timeout is not None and not _wire.seconds("timeout", timeout):
             raise InvalidRequestError(
                 f"timeout={timeout!r}: a sandbox must end some time", hint="give seconds > 0"
             )
+        wanted = {"timeout_s": timeout, "on_timeout": on_timeout, "keep_s": keep, "auto_resume": auto_resume}
         body = await self._transport.json(
-            "POST", f"{self._path}/timeout", {"timeout_s": timeout}, sandbox=self.id
+            "POST", f"{self._path}/timeout", _wire.without_none(wanted), sandbox=self.id
         )
         self._info = results.sandbox_info(body)
         return self._info

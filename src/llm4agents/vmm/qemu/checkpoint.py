@@ -44,16 +44,16 @@ class QemuCheckpoint:
     def state_bytes(self) -> int:
         return self._frozen.state_bytes
 
-    async def durable(self) -> Snapshot:
+    async def durable(self, *, sync: bool = True) -> Snapshot:
         try:
             # Each in a thread of its own: a digest is processor, an fsync is disk, and two of those are one commit.
             names = (snapshot.PAGES, snapshot.STATE)
             digests = [asyncio.to_thread(_digest, self.path / name) for name in names]
-            syncs = [asyncio.to_thread(_sync, self.path / name) for name in names]
+            syncs = [asyncio.to_thread(_sync, self.path / name) for name in names if sync]
             found = await _all(*digests, *syncs)
             parts = {name: digest for name, digest in zip(names, found, strict=False) if digest is not None}
             self._frozen = replace(self._frozen, parts=parts)
-            await asyncio.to_thread(_finish, self._frozen)
+            await asyncio.to_thread(_finish, self._frozen, sync)
         except BaseException as error:
             await self.discard()
             raise _full(error) from error
@@ -139,9 +139,10 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _finish(frozen: Snapshot) -> None:
-    snapshot.write_manifest(frozen)
-    _sync(frozen.path.parent)
+def _finish(frozen: Snapshot, sync: bool) -> None:
+    snapshot.write_manifest(frozen, sync=sync)
+    if sync:
+        _sync(frozen.path.parent)
 
 
 def _full(error: BaseException) -> BaseException:

@@ -156,7 +156,7 @@ class QemuDriver:
                 {"memory": ram},
                 clone=True,
                 base=base,
-                bare=diff is not None,
+                bare=diff is not None or frozen.bare,
             )
             try:
                 await machine.load(state, parts.fill(machine.record.vmm_pid) if parts is not None else None)

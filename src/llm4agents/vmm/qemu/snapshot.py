@@ -30,6 +30,8 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
         "memory_bytes": snapshot.memory_bytes,
         "spec": json.loads(json.dumps(spec, default=str)),
     }
+    if snapshot.bare:
+        body["bare"] = True
     if snapshot.kind == "diff":
         body |= {"kind": "diff", "base": snapshot.base, "parts": snapshot.parts}
         body |= {"pages_bytes": snapshot.pages_bytes, "state_bytes": snapshot.state_bytes}
@@ -51,7 +53,7 @@ def from_json(path: Path, body: Any) -> Snapshot:
         identity = {str(name): str(value) for name, value in body["identity"].items()}
         frozen = Snapshot(path, MachineSpec(**spec), identity, int(body["memory_bytes"]))
         if body.get("kind", "full") == "full":
-            return frozen
+            return replace(frozen, bare=bool(body.get("bare")))
         return replace(
             frozen,
             kind="diff",
@@ -151,14 +153,17 @@ def corrupt(path: Path, why: str) -> CorruptSnapshotError:
     )
 
 
-def write_manifest(snapshot: Snapshot) -> None:
-    """Last of all, durably: from here on the snapshot exists."""
+def write_manifest(snapshot: Snapshot, *, sync: bool = True) -> None:
+    """Last of all, durably (unless not `sync`): from here on the snapshot exists."""
     temporary = snapshot.path / f".{MANIFEST}"
     with temporary.open("x") as file:
         json.dump(to_json(snapshot), file, indent=1)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     temporary.rename(snapshot.path / MANIFEST)
+    if not sync:
+        return
     directory = os.open(snapshot.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

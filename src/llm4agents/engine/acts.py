@@ -1,0 +1,287 @@
+"""What is done to a sandbox as a whole: pause, resume, fork, snapshot, its time. One act at a time for each.
+
+Not here: how each is done (`pausing`, `forking`), and the table of all sandboxes (`engine`, whose half this is).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+
+from llm4agents.config import Settings
+from llm4agents.engine import clock, creation, forking, lifecycle, pausing
+from llm4agents.engine.admission import Admission
+from llm4agents.engine.keeping import Keeper
+from llm4agents.engine.live import Live
+from llm4agents.engine.node import Node, Places
+from llm4agents.engine.parts import Variant
+from llm4agents.engine.templates import Templates
+from llm4agents.errors import ConflictError, LLM4AgentsError, SandboxDiedError, ServerUnavailableError
+from llm4agents.images.progress import Progress, silent
+from llm4agents.store import SandboxRow, Store
+
+log = structlog.get_logger()
+
+PAUSE_AGAIN_S = 30.0
+"""After a pause at a sandbox's time failed."""
+
+
+class Acts(ABC):
+    """The half of the engine that moves sandboxes from state to state."""
+
+    settings: Settings
+    store: Store
+    places: Places
+    templates: Templates
+    node: Node
+    admission: Admission
+    _live: dict[str, Live]
+    _keeper: Keeper
+    _closing: bool
+
+    def __init__(self) -> None:
+        self._moving: dict[str, asyncio.Lock] = {}
+        self._photographing = 0
+
+    @abstractmethod
+    def get(self, sandbox: str) -> SandboxRow: ...
+
+    @abstractmethod
+    def live(self, sandbox: str) -> Live: ...
+
+    @abstractmethod
+    async def _end(self, live: Live, state: str, reason: str) -> None: ...
+
+    @abstractmethod
+    def _enter(self, live: Live) -> None: ...
+
+    @abstractmethod
+    def _spawn(self, work: Any) -> None: ...
+
+    async def access(self, sandbox: str) -> Live:
+        """The running sandbox for a call about to be made; one that is paused is resumed first, if it may be.
+
+        Waits while it is being paused, resumed or photographed. Raises what `live` does, ConflictError when it is
+        paused and must be resumed by hand, and what `resume` raises.
+        """
+        while True:
+            lock = self._moving.get(sandbox)
+            if lock is not None and lock.locked():
+                async with lock:
+                    pass
+                continue
+            if (live := self._live.get(sandbox)) is not None:
+                return live
+            row = self.get(sandbox)
+            if row.state != "paused":
+                return self.live(sandbox)  # raises, and says why
+            if not row.auto_resume:
+                raise ConflictError(
+                    f"{sandbox} is paused and is not resumed by itself", hint="resume it, then call again"
+                )
+            await self.resume(sandbox)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, sandbox: str) -> AsyncIterator[None]:
+        """One act on a sandbox at a time: pause, resume, fork, snapshot, end."""
+        lock = self._moving.setdefault(sandbox, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and self._moving.get(sandbox) is lock and sandbox not in self._live:
+                row = self.store.get(sandbox)
+                if row is None or row.state in lifecycle.TERMINAL:
+                    self._moving.pop(sandbox, None)
+
+    def _check(self, sandbox: str, action: lifecycle.Action) -> SandboxRow:
+        """Its row. Raises ConflictError when its state forbids `action`, SandboxDiedError when it has ended."""
+        row = self.get(sandbox)
+        if row.state in lifecycle.TERMINAL:
+            self.live(sandbox)
+        if not lifecycle.can(row.state, action):  # type: ignore[arg-type]
+            raise ConflictError(f"{sandbox} {lifecycle.why_not(row.state, action)}")  # type: ignore[arg-type]
+        return row
+
+    @contextlib.contextmanager
+    def _held(self, live: Live) -> Iterator[None]:
+        """New calls wait at the gate while something is done to the sandbox as a whole."""
+        live.gate = partial(self.access, live.row.id)
+        try:
+            yield
+        finally:
+            if not live.ending:  # else they go on to what comes after it
+                live.gate = None
+
+    async def pause(self, sandbox: str, reason: str = "paused by request") -> SandboxRow:
+        """Put a running sandbox to disk; one that is paused stays as it is.
+
+        Calls under way end with SandboxPausedError. Raises CapacityError when the disk has no room: it runs on.
+        """
+        async with self._alone(sandbox):
+            if self.get(sandbox).state == "paused":
+                return self.get(sandbox)
+            self._check(sandbox, "pause")
+            live = self.live(sandbox)
+            with self._held(live):
+                try:
+                    await asyncio.shield(pausing.pause(self.node, live, reason))
+                finally:
+                    if live.row.state == "paused":
+                        self._live.pop(sandbox, None)
+                        live.ended.set()
+            self._keeper.look()
+            self._spawn(self._compact(sandbox))
+            return live.row
+
+    async def _compact(self, sandbox: str) -> None:
+        async with self._alone(sandbox):
+            row = self.store.get(sandbox)
+            if row is not None and await pausing.compact(self.node, row):
+                self._sweep_layers()
+
+    def _sweep_layers(self) -> None:
+        """Layers nobody lies on go when no act is under way that is about to lie on one."""
+        if not self._photographing:
+            self.places.sweep_layers(self.store.layers())
+
+    async def resume(
+        self,
+        sandbox: str,
+        *,
+        cold: bool = False,
+        idle_timeout_s: float | None = None,
+        progress: Progress = silent,
+    ) -> SandboxRow:
+        """Let a paused sandbox run on where it was; one that runs stays as it is. `cold` boots its disk instead.
+
+        Raises VersionMismatchError and CorruptSnapshotError (its memory cannot be used: `cold` can), CapacityError.
+        """
+        if self._closing:
+            raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        async with self._alone(sandbox):
+            row = self.get(sandbox)
+            if (live := self._live.get(sandbox)) is None:
+                self._check(sandbox, "resume")
+                await self.admission.reserve(sandbox, row.memory_mib)
+                try:
+                    async with self.admission.turn():
+                        if cold:
+                            live = await pausing.resume_cold(self.node, row, progress)
+                        else:
+                            live = await pausing.resume(self.node, row)
+                except BaseException:
+                    self.admission.release(sandbox)
+                    raise
+                self._enter(live)
+            if idle_timeout_s is not None:
+                self._set_timeout(live, idle_timeout_s)
+            return live.row
+
+    async def fork(
+        self,
+        sandbox: str,
+        count: int,
+        *,
+        idle_timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[SandboxRow]:
+        """`count` sandboxes that are what this one is now, running or paused; it goes on. All of them or none."""
+        if self._closing:
+            raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        async with self._photographed(sandbox, "fork") as (row, live):
+            idents = [creation.new_id() for _ in range(count)]
+            await self.admission.reserve_all(idents, row.memory_mib)
+            try:
+                made = await forking.fork(
+                    self.node,
+                    row,
+                    live,
+                    idents,
+                    turn=self.admission.turn,
+                    idle_timeout_s=idle_timeout_s,
+                    metadata=metadata,
+                )
+            except BaseException:
+                for ident in idents:
+                    self.admission.release(ident)
+                raise
+            for child in made:
+                self._enter(child)
+        return [child.row for child in made]
+
+    async def snapshot(self, sandbox: str, name: str, description: str = "") -> Variant:
+        """Make the template `name` of a running or paused sandbox. Raises ConflictError when there is one."""
+        self.templates.check_free(name)
+        row = self._check(sandbox, "snapshot")
+        if row.state == "paused" and self.places.env(sandbox):
+            # Its environment is in the memory on disk; only its own agent can take it out.
+            await self.resume(sandbox)
+            try:
+                return await self.snapshot(sandbox, name, description)
+            finally:
+                await self.pause(sandbox, row.reason or "paused by request")
+        async with self._photographed(sandbox, "snapshot") as (row, live):
+            return await forking.snapshot(self.node, row, live, name, description)
+
+    @contextlib.asynccontextmanager
+    async def _photographed(
+        self, sandbox: str, action: lifecycle.Action
+    ) -> AsyncIterator[tuple[SandboxRow, Live | None]]:
+        self._photographing += 1
+        try:
+            async with self._alone(sandbox):
+                row = self._check(sandbox, action)
+                live = self._live.get(sandbox)
+                with contextlib.nullcontext() if live is None else self._held(live):
+                    yield row, live
+        finally:
+            self._photographing -= 1
+
+    def set_timeout(
+        self,
+        sandbox: str,
+        idle_timeout_s: float | None = None,
+        *,
+        on_timeout: str | None = None,
+        keep_s: float | None = None,
+        auto_resume: bool | None = None,
+    ) -> SandboxRow:
+        """Change the idle timeout (counted from now), what happens at it, and how long a pause is kept."""
+        row = self._check(sandbox, "extend")
+        live = self._live.get(sandbox)
+        row = live.row if live is not None else row
+        wanted = {"on_timeout": on_timeout, "keep_s": keep_s, "auto_resume": auto_resume}
+        if changes := {name: value for name, value in wanted.items() if value is not None}:
+            self.store.change(row, **changes)
+            self._keeper.look()
+        if live is None:
+            if idle_timeout_s is not None:
+                self.store.change(row, idle_timeout_s=idle_timeout_s)
+        else:
+            self._set_timeout(live, row.idle_timeout_s if idle_timeout_s is None else idle_timeout_s)
+        return row
+
+    def _set_timeout(self, live: Live, idle_timeout_s: float) -> None:
+        self.store.change(live.row, idle_timeout_s=idle_timeout_s)
+        live.last_used_s = clock.boottime_s()
+        live.watch_deadlines()
+
+    async def _at_deadline(self, live: Live, reason: str) -> None:
+        if live.row.on_timeout != "pause":
+            await self._end(live, "killed", reason)
+            return
+        try:
+            await self.pause(live.row.id, reason)
+        except SandboxDiedError:
+            return
+        except LLM4AgentsError as error:
+            # Whatever keeps it from being paused, it is not ended for it: once more in a while.
+            log.warning("not_paused_at_its_time", sandbox=live.row.id, error=error.message)
+            asyncio.get_running_loop().call_later(PAUSE_AGAIN_S, live.watch_deadlines)

@@ -1,0 +1,257 @@
+"""Fork and snapshot: photographs of a sandbox that goes on, or of one that is paused.
+
+A *photograph* is what a pause is without its durability: pages, devices and a frozen disk layer. Forks are woken
+from it at once; a snapshot makes a template of it. Disk layers are frozen by giving the sandbox a new top, so what
+a fork lies on is never written again, and belongs to no sandbox: it is there as long as one lies on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from llm4agents import limits
+from llm4agents.engine import bounds, clock, creation, parts
+from llm4agents.engine.creation import Origin
+from llm4agents.engine.live import Live
+from llm4agents.engine.node import TOP, Chain, Node, chain_of, new_layer, new_top
+from llm4agents.engine.parts import Variant
+from llm4agents.engine.pausing import standing_still
+from llm4agents.errors import CapacityError, LLM4AgentsError, VersionMismatchError
+from llm4agents.images import disk, layers
+from llm4agents.store import SandboxRow
+from llm4agents.vmm.base import Snapshot
+from llm4agents.vmm.qemu import merge
+from llm4agents.vmm.qemu import snapshot as snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class Photograph:
+    variant: Variant
+    base: Snapshot
+    diff: Snapshot
+    under: tuple[str, ...]
+    """Disk layers, nearest first, that what is made of it lies on."""
+    env: Mapping[str, str]
+    stopped_ms: float
+
+
+@contextlib.asynccontextmanager
+async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIterator[Photograph]:
+    """Of a running sandbox (`live`), which goes on at once, or of a paused one. Gone at the end.
+
+    The caller holds other transitions of the sandbox back meanwhile.
+    """
+    variant, base = await node.templates.by_key(row.template, row.template_key)
+    env = node.places.env(row.id)
+    if live is None:
+        if not (row.pause or {}).get("memory"):
+            raise VersionMismatchError(
+                f"the memory of {row.id} cannot be used", hint="resume it with --cold, then fork it"
+            )
+        diff = snapshots.load(node.places.pause(row.id))
+        yield Photograph(variant, base, diff, _freeze_disk(node, row), env, 0.0)
+        return
+    if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:
+        raise CapacityError(f"{row.id} cannot be photographed: the host's disk is full", hint="free space")
+    directory = node.places.photographs / secrets.token_hex(8)
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        async with standing_still(live, sync=False):
+            began = time.perf_counter()
+            checkpoint = await live.machine.checkpoint(directory, base=base)
+            under = _freeze_disk(node, row)
+            top, below = node.places.chain(row)
+            # Under the new top, and not under the name the old one had: that is gone.
+            await live.machine.switch_disk("upper", variant.disks(top, below)[1])
+            stopped = (time.perf_counter() - began) * 1000
+        diff = await checkpoint.durable(sync=False)
+        yield Photograph(variant, base, diff, under, env, round(stopped, 1))
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, True)
+
+
+def _freeze_disk(node: Node, row: SandboxRow) -> tuple[str, ...]:
+    """Make the top of a sandbox's disk a layer and give it a new, empty one; the layers from the new one on.
+
+    The store is told before a machine is: if it never hears of it, the new top stays empty and reads as the old.
+    """
+    places, chain = node.places, chain_of(row)
+    layer, top = new_layer(), new_top()
+    places.layers.mkdir(mode=0o700, exist_ok=True)
+    old = places.disk(row.id, chain.top)
+    variant_empty = node.templates.empty_overlay(row.template, row.template_key)
+    layers.new_overlay(variant_empty, places.disk(row.id, top))
+    os.link(old, places.layer(layer))
+    frozen = chain.over(layer, top)
+    node.store.change(row, disk=frozen.to_json())
+    old.unlink()
+    return frozen.layers
+
+
+async def fork(
+    node: Node,
+    row: SandboxRow,
+    live: Live | None,
+    idents: Sequence[str],
+    *,
+    turn: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+    idle_timeout_s: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Live]:
+    """New sandboxes of these ids that are what `row` is now, each a machine of its own. All of them, or none.
+
+    `turn` is waited for before each is started.
+    """
+    async with photograph(node, row, live) as taken:
+
+        async def one(ident: str) -> Live:
+            async with turn():
+                return await _fork_one(node, row, ident, taken, idle_timeout_s, metadata or {})
+
+        made = await asyncio.gather(*(one(ident) for ident in idents), return_exceptions=True)
+        failed = [result for result in made if isinstance(result, BaseException)]
+        children = [result for result in made if isinstance(result, Live)]
+        if failed:
+            for child in children:
+                await _end(node, child, "its fork failed")
+            raise failed[0]
+        return children
+
+
+async def _fork_one(
+    node: Node,
+    parent: SandboxRow,
+    ident: str,
+    taken: Photograph,
+    idle_timeout_s: float | None,
+    metadata: Mapping[str, str],
+) -> Live:
+    began = clock.stamp()
+    row = replace(
+        parent,
+        id=ident,
+        state="creating",
+        reason=None,
+        ending=None,
+        created_at=began.wall_s,
+        started_at=None,
+        ended_at=None,
+        life_ends_at=began.wall_s + parent.life_s,
+        idle_timeout_s=parent.idle_timeout_s if idle_timeout_s is None else idle_timeout_s,
+        metadata={**parent.metadata, **metadata},
+        boot_id=None,
+        record=None,
+        paused_at=None,
+        pause=None,
+        disk=Chain(TOP, taken.under).to_json(),
+        parent=parent.id,
+    )
+    places = node.places
+    stored = False
+
+    def while_starting() -> None:
+        nonlocal stored
+        node.store.add(row, began)
+        stored = True
+
+    try:
+        top, under = places.chain(row)
+        places.run(row.id).mkdir(mode=0o700)
+        top.parent.mkdir(mode=0o700)
+        layers.new_overlay(taken.variant.path / parts.EMPTY, top)
+        places.keep_env(row.id, taken.env)
+        woken = await creation.wake(
+            row.id,
+            Origin(taken.variant, taken.base, taken.diff),
+            taken.variant.disks(top, under),
+            taken.env,
+            driver=node.driver,
+            places=places,
+            while_starting=while_starting,
+            while_waking=lambda machine: node.store.change(row, record=machine.record.to_json()),
+        )
+    except BaseException as error:
+        places.remove(row.id)
+        if stored:
+            creation.record_failure(row, error, node.store)
+        raise
+    bounds.on_host(woken.machine, row.limits)
+    live = node.live(row, woken.machine, woken.agent, taken.env)
+    now = clock.stamp()
+    node.store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
+    live.watch_deadlines()
+    return live
+
+
+async def _end(node: Node, live: Live, reason: str) -> None:
+    live.ending = True
+    live.stop_watching()
+    with contextlib.suppress(LLM4AgentsError):
+        await live.machine.stop()
+    await live.agent.session.close()
+    node.places.remove(live.row.id)
+    now = clock.stamp()
+    node.store.transition(live.row, "killed", reason, now, ended_at=now.wall_s, record=None)
+
+
+async def snapshot(
+    node: Node, row: SandboxRow, live: Live | None, name: str, description: str = ""
+) -> Variant:
+    """Make the template `name` of a sandbox as it is now: memory, processes and disk, without its environment.
+
+    It lies on nothing: the template it came from may go. Raises ConflictError when `name` is a built-in's or taken.
+    """
+    node.templates.check_free(name)
+    cache = node.templates.cache
+    async with _without_env(node, row, live), photograph(node, row, live) as taken:
+        with cache.tmpdir() as tmp:
+            built = tmp / "variant"
+            built.mkdir(mode=0o755)
+            under = tuple(node.places.layer(layer) for layer in taken.under)
+            upper = built / parts.UPPER
+            async with asyncio.TaskGroup() as both:
+                both.create_task(layers.to_raw(under, taken.variant.upper, upper))
+                both.create_task(
+                    asyncio.to_thread(merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT)
+                )
+            upper.chmod(0o444)
+            key = secrets.token_hex(16)
+            dest = cache.templates / name / "keys" / key
+            await disk.make_overlay(upper, built / parts.EMPTY, named=dest / parts.UPPER)
+            variant = replace(
+                taken.variant,
+                path=dest,
+                name=name,
+                key=key,
+                created_at=time.time(),
+                family=taken.variant.family or taken.variant.name,
+                description=description,
+            )
+            parts.save(variant, built)
+            await asyncio.to_thread(partial(cache.publish, built, dest))
+    node.templates.pin(variant)
+    return variant
+
+
+@contextlib.asynccontextmanager
+async def _without_env(node: Node, row: SandboxRow, live: Live | None) -> AsyncIterator[None]:
+    """The agent knows nothing of the create's environment meanwhile; it overwrites what it forgets."""
+    env = node.places.env(row.id)
+    if live is None or not env:
+        yield
+        return
+    variant, _ = await node.templates.by_key(row.template, row.template_key)
+    await live.agent.set_env(dict(variant.environment))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(LLM4AgentsError):
+            await live.agent.set_env({**variant.environment, **env})

@@ -1,0 +1,292 @@
+"""Pause and resume by difference: a sandbox's pages, devices and disk on its template's, and back.
+
+The order is what makes it safe. Pausing: nothing of the running machine is given up before every part of the
+pause is on disk with its digest; until then any failure lets it go on. Resuming: nothing of the pause is given up
+before its machine runs, and from the moment it runs the pause's memory is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from llm4agents import limits
+from llm4agents.engine import bounds, clock, contact, creation
+from llm4agents.engine.creation import Origin
+from llm4agents.engine.live import Live
+from llm4agents.engine.node import Node, chain_of, new_top
+from llm4agents.engine.templates import warm_up
+from llm4agents.errors import (
+    CapacityError,
+    CorruptSnapshotError,
+    LLM4AgentsError,
+    SandboxPausedError,
+    VersionMismatchError,
+)
+from llm4agents.images import layers
+from llm4agents.images.progress import Progress, silent
+from llm4agents.store import SandboxRow
+from llm4agents.vmm.base import Machine, MachineSpec, Placement
+from llm4agents.vmm.qemu import snapshot as snapshots
+
+log = structlog.get_logger()
+
+PAUSE_GRACE_S = 120.0
+"""The deadline of a machine while it is paused or photographed, should the server die in it."""
+COLD = "its memory cannot be used any more"
+
+
+@contextlib.asynccontextmanager
+async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
+    """Within it nothing of the guest moves: processes and (`sync`) file systems frozen, channel silent, vCPUs stopped.
+
+    At the end the guest goes on, unless its machine has been ended. Calls under way feel a delay.
+    """
+    await live.machine.set_deadline(clock.wall_s() + PAUSE_GRACE_S)
+    live.stop_watching()
+    try:
+        await live.agent.freeze(sync=sync, fs=sync)
+        await live.agent.session.quiesce()
+        await live.machine.pause()
+        await live.machine.flush_disks()
+        yield
+    finally:
+        if not live.ending:
+            await asyncio.shield(_go_on(live))
+
+
+async def _go_on(live: Live) -> None:
+    try:
+        await live.machine.resume()
+        await live.agent.session.unquiesce()
+        await live.agent.thaw()
+    except LLM4AgentsError as error:
+        # The machine or its channel has ended; the engine's watchers see it too, and end the sandbox.
+        log.warning("could_not_go_on", sandbox=live.row.id, error=error.message)
+    else:
+        live.watch_deadlines()
+
+
+async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
+    """Pause `live`; afterwards its machine is gone and its row `paused`. What it took, in ms.
+
+    Raises CapacityError when the host's disk has no room: the sandbox runs on. The caller holds new calls back.
+    """
+    row, places = live.row, node.places
+    directory = places.pause(row.id)
+    _, base = await node.templates.by_key(row.template, row.template_key)
+    if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:
+        raise CapacityError(
+            f"{row.id} cannot be paused: the host's disk is full", hint="free space; the sandbox runs on"
+        )
+    node.store.transition(row, "pausing", reason, clock.stamp())
+    began = time.perf_counter()
+    try:
+        await asyncio.to_thread(shutil.rmtree, directory, True)
+        async with standing_still(live, sync=True):
+            checkpoint = await live.machine.checkpoint(directory, base=base)
+            copied = time.perf_counter()
+            top, _ = places.chain(row)
+            async with asyncio.TaskGroup() as both:
+                writing = both.create_task(checkpoint.durable())
+                both.create_task(asyncio.to_thread(_fsync, top))
+            frozen = writing.result()
+            durable = time.perf_counter()
+            # From here on there is a pause, and no way back.
+            live.ending = True
+            live.end_error = SandboxPausedError(
+                f"{row.id} was paused", hint="what was started goes on when it is resumed", sandbox=row.id
+            )
+    except BaseException as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        why = _words(error)
+        if not live.ending:
+            log.warning("pause_failed", sandbox=row.id, error=why)
+            node.store.transition(row, "running", f"pause failed: {why}"[:300], clock.stamp())
+        if isinstance(error, ExceptionGroup):
+            raise error.exceptions[0] from error
+        raise
+    with contextlib.suppress(LLM4AgentsError):
+        await asyncio.shield(live.machine.stop())
+    await live.agent.session.close()
+    now = clock.stamp()
+    took = {
+        "pause_ms": round((copied - began) * 1000, 1),
+        "durable_ms": round((durable - began) * 1000, 1),
+    }
+    body = {"pages_bytes": frozen.pages_bytes, "memory": True, "why_cold": None, **took}
+    node.store.transition(row, "paused", reason, now, paused_at=now.wall_s, record=None, pause=body)
+    places.remove_run(row.id)
+    log.info("paused", sandbox=row.id, reason=reason, bytes=frozen.pages_bytes, **took)
+    return took
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error.message if isinstance(error, LLM4AgentsError) else f"{type(error).__name__}: {error}"
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def finished(node: Node, row: SandboxRow, reason: str | None) -> bool:
+    """Whether a whole pause lies on disk for a row that does not say so yet; then it says so."""
+    try:
+        frozen = snapshots.load(node.places.pause(row.id))
+    except LLM4AgentsError:
+        return False
+    now = clock.stamp()
+    body = {"pages_bytes": frozen.pages_bytes, "memory": True, "why_cold": None}
+    node.store.transition(row, "paused", reason, now, paused_at=now.wall_s, record=None, pause=body)
+    return True
+
+
+async def resume(node: Node, row: SandboxRow) -> Live:
+    """The paused sandbox, running where it was. On failure it is paused as before, and the error says why.
+
+    Raises VersionMismatchError (QEMU or host changed) and CorruptSnapshotError, both curable by `resume_cold`.
+    """
+    if not (row.pause or {}).get("memory"):
+        why = (row.pause or {}).get("why_cold") or COLD
+        raise VersionMismatchError(
+            f"the memory of {row.id} cannot be resumed: {why}",
+            hint="resume --cold boots its disk: files are kept, processes are not",
+        )
+    places = node.places
+    directory, used = places.pause(row.id), places.used(row.id)
+    variant, base = await node.templates.by_key(row.template, row.template_key)
+    frozen = snapshots.load(directory)
+    node.store.transition(row, "resuming", None, clock.stamp())
+    ran = False
+
+    async def before_running(machine: Machine) -> None:
+        nonlocal ran
+        node.store.change(row, record=machine.record.to_json())
+        shutil.rmtree(used, ignore_errors=True)
+        directory.rename(used)
+        ran = True
+
+    env = places.env(row.id)
+    try:
+        places.remove_run(row.id)
+        places.run(row.id).mkdir(mode=0o700)
+        top, under = places.chain(row)
+        woken = await creation.wake(
+            row.id,
+            Origin(variant, base, frozen),
+            variant.disks(top, under),
+            env,
+            driver=node.driver,
+            places=places,
+            before_running=before_running,
+        )
+    except BaseException as error:
+        back_to_paused(node, row, ran, _words(error))
+        if isinstance(error, VersionMismatchError | CorruptSnapshotError):
+            raise type(error)(
+                error.message, hint="resume --cold boots its disk: files are kept, processes are not"
+            ) from error
+        raise
+    return running(node, row, woken, env)
+
+
+def back_to_paused(node: Node, row: SandboxRow, ran: bool, why: str) -> None:
+    node.places.remove_run(row.id)
+    body = dict(row.pause or {})
+    if ran:
+        # Its guest may have written to the disk: memory and disk are no longer of one moment.
+        body |= {"memory": False, "why_cold": f"a resume failed after it had begun to run ({why})"[:300]}
+        shutil.rmtree(node.places.used(row.id), ignore_errors=True)
+    node.store.transition(
+        row, "paused", f"resume failed: {why}"[:300], clock.stamp(), record=None, pause=body
+    )
+
+
+def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[str, str]) -> Live:
+    bounds.on_host(woken.machine, row.limits)
+    now = clock.stamp()
+    node.store.transition(
+        row,
+        "running",
+        None,
+        now,
+        boot_id=woken.boot_id,
+        started_at=now.wall_s,
+        life_ends_at=now.wall_s + row.life_s,
+        paused_at=None,
+        pause=None,
+    )
+    for path in (node.places.used(row.id), node.places.pause(row.id)):
+        shutil.rmtree(path, ignore_errors=True)
+    live = node.live(row, woken.machine, woken.agent, env)
+    live.watch_deadlines()
+    return live
+
+
+async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) -> Live:
+    """Boot the paused disk anew: files are there, processes and memory are not. Works whatever the memory came from."""
+    places = node.places
+    variant, base = await node.templates.by_key(row.template, row.template_key, loadable=False)
+    boot_parts = await node.templates.boot_parts(progress)
+    node.store.transition(row, "resuming", "cold", clock.stamp())
+    machine: Machine | None = None
+    ran = False
+    env = places.env(row.id)
+    try:
+        places.remove_run(row.id)
+        places.run(row.id).mkdir(mode=0o700)
+        top, under = places.chain(row)
+        spec = MachineSpec(
+            vcpus=row.vcpus,
+            memory_mib=row.memory_mib,
+            kernel=boot_parts.kernel,
+            initrd=boot_parts.initrd,
+            kernel_release=boot_parts.kernel_release,
+            disks=variant.disks(top, under),
+            kernel_args=base.spec.kernel_args,
+        )
+        placement = Placement(row.id, places.run(row.id), clock.wall_s() + limits.BUILD_TIMEOUT_S)
+        ran = True
+        shutil.rmtree(places.pause(row.id), ignore_errors=True)
+        machine = await node.driver.boot(spec, placement)
+        node.store.change(row, record=machine.record.to_json())
+        agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
+        await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
+        boot_id = await creation.identify(agent, row.id, {**variant.environment, **env})
+        await bounds.in_guest(agent, bounds.Bounds.of(row.limits))
+    except BaseException as error:
+        if machine is not None:
+            with contextlib.suppress(LLM4AgentsError):
+                await asyncio.shield(machine.stop())
+        back_to_paused(node, row, ran, _words(error))
+        raise
+    return running(node, row, creation.Woken(machine, agent, boot_id), env)
+
+
+async def compact(node: Node, row: SandboxRow) -> bool:
+    """Merge the layers of a paused sandbox's disk into its top when they have become many. True when it did."""
+    chain = chain_of(row)
+    if len(chain.layers) < limits.LAYERS_MAX or row.state != "paused":
+        return False
+    variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
+    top, under = node.places.chain(row)
+    merged = replace(chain, top=new_top(), layers=())
+    dest = node.places.disk(row.id, merged.top)
+    await layers.flatten((top, *under), variant.upper, dest)
+    node.store.change(row, disk=merged.to_json())
+    top.unlink(missing_ok=True)
+    return True

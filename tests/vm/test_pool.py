@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import Node, eventually
+from llm4agents import Sandbox
+from llm4agents.sdk._sync.client import Client
+from tests.support import Node, eventually, sdk_of
 
 pytestmark = pytest.mark.vm
 
@@ -129,6 +134,21 @@ def test_a_pool_gives_way_to_who_asks_for_a_sandbox_and_keeps_no_server_alive(
     assert process is not None
     eventually(lambda: process.poll() is not None, 30)  # idle: the pool ends with it
     assert not node.processes()
+
+
+def test_the_sdk_and_the_command_line_keep_one_too(node: Node) -> None:
+    with sdk_of(node):
+        client = Client()
+        assert client.set_pool("base", 1)["data"][0]["wanted"] == 1
+        (name,) = filled(node, 1)
+        with Sandbox("base", disk_mib=100, pids=60, output_rate=1_000_000, wait=5) as box:
+            assert box.id == name
+            assert box.info().limits == {"disk_mib": 100, "pids": 60, "output_bytes_per_s": 1_000_000}
+            assert box.exec("echo here").stdout == "here\n"
+        command = [str(Path(sys.executable).with_name("llm4agents")), "pool", "base", "0", "--json"]
+        said = subprocess.run(command, env=node.env, check=True, capture_output=True, text=True).stdout
+        assert json.loads(said)["data"][0]["wanted"] == 0
+    eventually(lambda: not node.machines())
 
 
 def test_what_cannot_be_kept_is_refused(node: Node) -> None:

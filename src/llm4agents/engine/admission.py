@@ -60,6 +60,8 @@ class Refusal:
     needed_bytes: int
     free_bytes: int
     final: bool = False
+    memory: bool = True
+    """Whether it is memory that is short."""
 
     def error(self, more: str = "") -> CapacityError:
         return CapacityError(
@@ -115,6 +117,7 @@ def decide(now: Host, policy: Policy, *, held_bytes: int, charge: int, whole: in
             "free space, or llm4agents prune",
             limits.DISK_FREE_BYTES_MIN,
             now.disk_free_bytes,
+            memory=False,
         )
     return None
 
@@ -175,7 +178,7 @@ class Admission:
             return
         refusal = self._refusal(wanted, memory_mib)
         if not self._waiting:
-            if refusal is not None and await self._made_room(sum(wanted.values())):
+            if refusal is not None and await self._made_room(refusal):
                 refusal = self._refusal(wanted, memory_mib)
             if refusal is None and not self._waiting:
                 self._held.update(wanted)
@@ -221,7 +224,7 @@ class Admission:
         """All the memory of a machine that is booted for a template, while it is. It stands in no queue."""
         wanted = {ident: charge_bytes(memory_mib, 1.0)}
         refusal = self._refusal(wanted, memory_mib)
-        if refusal is not None and await self._made_room(wanted[ident]):
+        if refusal is not None and await self._made_room(refusal):
             refusal = self._refusal(wanted, memory_mib)
         if refusal is not None:
             raise refusal.error()
@@ -251,8 +254,10 @@ class Admission:
         charge, whole = sum(wanted.values()), charge_bytes(memory_mib, 1.0)
         return decide(self._look(), self.policy, held_bytes=self.held_bytes, charge=charge, whole=whole)
 
-    async def _made_room(self, charge: int) -> bool:
-        return self.make_room is not None and await self.make_room(charge)
+    async def _made_room(self, refusal: Refusal) -> bool:
+        if refusal.final or not refusal.memory or self.make_room is None:
+            return False
+        return await self.make_room(refusal.needed_bytes - refusal.free_bytes)
 
     def _admit_waiting(self) -> None:
         """Let in from the head of the queue whoever fits; nobody overtakes."""

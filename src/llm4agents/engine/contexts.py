@@ -107,6 +107,12 @@ class Contexts:
         return [default, *used, *self.created.values()]
 
 
+def fresh(template: str) -> Contexts | None:
+    """Those of a clone that is new, of a template of ours: none was created yet. None: the guest is to be asked."""
+    language = _LANGUAGE_OF.get(template)
+    return None if language is None else Contexts(language)
+
+
 async def of(live: Live, agent: Agent) -> Contexts:
     """The contexts of `live`, read from the guest when this server has not seen them yet."""
     if live.contexts is None:

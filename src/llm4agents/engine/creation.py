@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from llm4agents import limits
-from llm4agents.engine import bounds, clock, contact, parts
+from llm4agents.engine import bounds, clock, contact, contexts, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
@@ -189,6 +189,7 @@ async def create(
         record_failure(row, error, store)
         raise
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
+    live.contexts = contexts.fresh(row.template)
     live.watch_deadlines()
     return live
 
@@ -232,6 +233,7 @@ async def hand_over(
         places.remove(row.id)
         raise
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
+    live.contexts = contexts.fresh(row.template)
     live.settling = telling
     live.watch_deadlines()
     return live

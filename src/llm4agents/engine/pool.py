@@ -363,9 +363,15 @@ async def _end(woken: Woken) -> None:
 
 async def warm(agent: Agent, variant: Variant) -> None:
     """Run a clone's first commands and cells, which are the slow ones. They leave no trace."""
-    for _ in range(WARM_EXECS):
-        process = await agent.exec(["/bin/true"], timeout_s=limits.EXEC_TIMEOUT_S)
+    for number in range(WARM_EXECS):
+        # As every exec over HTTP is: a managed process, listened to and forgotten.
+        ident = f"warm-{number}"
+        process = await agent.start(["/bin/true"], id=ident, timeout_s=limits.EXEC_TIMEOUT_S)
+        async for _ in process:
+            pass
         await process.wait()
+        process.detach()
+        await agent.forget(ident)
     if "python" in variant.services:
         for cell in WARM_CELLS:
             events = code.run(agent, cell, timeout_s=limits.EXEC_TIMEOUT_S, more={"warm": True})

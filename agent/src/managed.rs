@@ -391,10 +391,13 @@ impl Table {
         more
     }
 
+    fn held(&self) -> u64 {
+        self.all().map(|(_, managed)| managed.log.bytes()).sum()
+    }
+
     fn squeeze(&mut self) {
-        let bytes = |table: &BTreeMap<u32, Managed>| table.values().map(|managed| managed.log.bytes()).sum::<u64>();
         // The sum is of few, and most often of one.
-        let mut held = bytes(&self.running) + bytes(&self.ended);
+        let mut held = self.held();
         if held <= self.total {
             return;
         }
@@ -416,7 +419,7 @@ impl Table {
         }
         let mut managed = self.running.remove(&slot)?;
         managed.log.close();
-        if self.running.is_empty() {
+        if self.cap < u64::MAX && (self.running.is_empty() || self.held() < self.total / 2) {
             self.cap = u64::MAX;
         }
         self.order.push_back(slot);
@@ -592,7 +595,6 @@ mod tests {
         assert_eq!(table.get(first).unwrap().log.start(), 5 << 20);
         assert_eq!(table.get(second).unwrap().log.start(), 0);
         let (_, _w) = fill(&mut table, 20);
-        let held: u64 = table.all().map(|(_, managed)| managed.log.bytes()).sum();
-        assert!(held < 14 << 20, "{held}");
+        assert!(table.held() < 14 << 20, "{}", table.held());
     }
 }

@@ -252,9 +252,12 @@ class Attached:
         return status
 
     def detach(self) -> None:
-        """Let go of it, without waiting. Idempotent."""
-        self._stop_feeding()
-        self._stream.detach()
+        """Let go of it, without waiting; what it is being fed still goes to it, whole. Idempotent."""
+        if self._feeder is None or self._feeder.done():
+            self._stream.detach()
+            return
+        self._stream.discard()
+        self._feeder.add_done_callback(lambda _: self._stream.detach())
 
     async def settle(self) -> None:
         """After `detach`: until the agent has taken everything that was written before it."""
@@ -264,12 +267,9 @@ class Attached:
 
     def kill(self) -> None:
         """SIGKILL to it and everything it has started, and let go of it, without waiting."""
-        self._stop_feeding()
-        self._stream.cancel()
-
-    def _stop_feeding(self) -> None:
         if self._feeder is not None:
             self._feeder.cancel()
+        self._stream.cancel()
 
 
 @contextlib.contextmanager

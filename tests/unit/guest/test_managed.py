@@ -193,6 +193,16 @@ def test_stdin_of_whoever_is_attached() -> None:
     run(test)
 
 
+def test_what_it_is_fed_goes_to_it_whole_though_its_starter_leaves() -> None:
+    async def test(agent: Agent) -> None:
+        async with await sh(agent, "sleep 0.1; cat | wc -c", stdin=bytes(2_000_000)):
+            pass
+        async with await agent.attach("p", from_offset=0) as late:
+            assert (await rest(late))[0] == b"2000000\n"
+
+    run(test)
+
+
 def test_stdin_that_nobody_reads_is_bounded() -> None:
     async def test(agent: Agent) -> None:
         async with await sh(agent, "sleep 60", stdin=True) as process:
@@ -317,9 +327,8 @@ def test_a_terminal_is_one() -> None:
 
 def test_keys_of_a_terminal_are_signals_and_its_end_is_an_end() -> None:
     async def test(agent: Agent) -> None:
-        async with await sh(
-            agent, "trap 'echo caught' INT; echo ready; cat; echo; cat", tty=Terminal()
-        ) as process:
+        script = "trap 'echo caught; hit=1' INT; echo ready; while [ -z \"$hit\" ]; do sleep 0.05; done; cat"
+        async with await sh(agent, script, tty=Terminal()) as process:
             said = b""
             async for _, _, data in process:
                 said += data

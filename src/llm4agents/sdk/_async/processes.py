@@ -10,6 +10,7 @@ from typing import Any, Literal
 from llm4agents import limits
 from llm4agents.errors import (
     ConnectionLostError,
+    LLM4AgentsError,
     NotFoundError,
     ProgramFailedError,
     ServerUnavailableError,
@@ -147,10 +148,10 @@ class AsyncProcess:
                 if self._events is None:
                     self._events = await self._follow()
                 event = await self._events.__anext__()
-            except (ConnectionLostError, ServerUnavailableError):
+            except LLM4AgentsError as error:
                 await self.aclose()
                 failures += 1
-                if failures > _RETRIES:
+                if not isinstance(error, ConnectionLostError | ServerUnavailableError) or failures > _RETRIES:
                     raise
                 continue
             kind = event.get("type")

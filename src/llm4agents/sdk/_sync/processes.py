@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llm4agents import limits
 from llm4agents.errors import (
     ConnectionLostError,
+    LLM4AgentsError,
     NotFoundError,
     ProgramFailedError,
     ServerUnavailableError,
@@ -148,10 +149,10 @@ class Process:
                 if self._events is None:
                     self._events = self._follow()
                 event = self._events.__next__()
-            except (ConnectionLostError, ServerUnavailableError):
+            except LLM4AgentsError as error:
                 self.close()
                 failures += 1
-                if failures > _RETRIES:
+                if not isinstance(error, ConnectionLostError | ServerUnavailableError) or failures > _RETRIES:
                     raise
                 continue
             kind = event.get("type")

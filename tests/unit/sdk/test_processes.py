@@ -12,12 +12,12 @@ from llm4agents.sdk import _process, results
 
 def body(cmd: object = "true", **more: object) -> dict[str, object]:
     wanted: dict[str, object] = dict.fromkeys(("id", "tag", "env", "cwd", "user", "tty", "term", "timeout"))
-    wanted.update(stdin=False, keep_bytes=None, full="drop", **more)
+    wanted.update({"stdin": False, "keep_bytes": None, "full": "drop", **more})
     return _process.start_body(cmd, **wanted)  # type: ignore[arg-type]
 
 
 def test_what_a_start_says() -> None:
-    assert body() == {"command": "true", "full": "drop"}
+    assert body() == {"command": "true", "timeout_s": 0, "full": "drop"}
     assert body(["a", "b"], id="x", stdin=True, tty=(3, 4), term="t", timeout=5) == {
         "argv": ["a", "b"],
         "id": "x",

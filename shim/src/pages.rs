@@ -409,7 +409,11 @@ pub fn load(maps: RawFd, memory: RawFd, file: RawFd, pages: u64, patience: u32) 
     let runs = table(bytes, pages)?;
     let mut tries = 0;
     let address = loop {
-        if let Some(address) = mapping(&pread_text(maps)?, pages * PAGE as u64) {
+        let text = pread_text(maps)?;
+        if text.is_empty() {
+            return Err(Error::from_raw_os_error(libc::ESRCH)); // it has ended
+        }
+        if let Some(address) = mapping(&text, pages * PAGE as u64) {
             break address;
         }
         tries += 1;

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
 from llm4agents.vmm import pages, procfs, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
@@ -53,6 +53,7 @@ class QemuDriver:
         self._probe_kernel = probe_kernel
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
+        self._digests: dict[Path, tuple[int, str]] = {}
         self._memories: dict[Path, tuple[int, asyncio.Task[int]]] = {}
 
     # -- what this host can do ----------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class QemuDriver:
     ) -> QemuMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
-        base = await asyncio.to_thread(snapshot.digest, frozen.path)
+        base = self._digest(frozen.path)
         if diff is not None:
             snapshot.check_diff(diff, frozen, base)
         async with contextlib.AsyncExitStack() as stack:
@@ -184,6 +185,7 @@ class QemuDriver:
         return None
 
     async def release(self, snapshot_path: Path) -> None:
+        self._digests.pop(snapshot_path, None)
         held = self._memories.pop(snapshot_path, None)
         if held is not None:
             with contextlib.suppress(LLM4AgentsError, OSError):
@@ -221,6 +223,16 @@ class QemuDriver:
             if self._memories.get(frozen.path) is held:
                 del self._memories[frozen.path]
             raise
+
+    def _digest(self, path: Path) -> str:
+        """That of the full snapshot in `path`, kept: a create waits for it. Its manifest is renamed into place once."""
+        try:
+            inode = (path / snapshot.MANIFEST).stat().st_ino
+            if self._digests.get(path, (0, ""))[0] != inode:
+                self._digests[path] = (inode, snapshot.digest(path))
+        except (OSError, NotFoundError) as error:
+            raise HostSetupError(f"{path} is not whole", hint=_REBUILD) from error
+        return self._digests[path][1]
 
     async def _start(
         self,

@@ -295,7 +295,10 @@ class QemuDriver:
                 vmm_pid=started.vmm_pid,
                 vmm_start_ticks=started.vmm_start_ticks,
                 uid=lease.uid if lease is not None else os.geteuid(),
-                extra={"host_boot_id": procfs.host_boot_id(), **({"base": base} if base is not None else {})},
+                extra={
+                    "host_boot_id": procfs.host_boot_id(),
+                    **({"base": base} if base is not None else {"identity": self.identity(spec, can)}),
+                },
             )
             try:
                 return QemuMachine(

@@ -366,7 +366,10 @@ class QemuMachine:
                 with (base.path / snapshot.MEMORY).open("rb") as under:
                     return await pages.save_shared(file, size, under.fileno(), out)
 
-            frozen = Snapshot(directory, base.spec, base.identity, 0, kind="diff", base=digest)
+            # A booted one may be of another QEMU than its base was; its kernel is in its pages.
+            own = self._identity or self.record.extra.get("identity") or base.identity
+            identity = {**own, "kernel": base.identity.get("kernel", "")}
+            frozen = Snapshot(directory, base.spec, identity, 0, kind="diff", base=digest)
             return await checkpoint.make(directory, frozen, self._save_devices, save_pages)
 
     async def _save_devices(self, target: int) -> None:

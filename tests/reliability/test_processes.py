@@ -100,8 +100,8 @@ def test_floods_that_nobody_reads_are_bounded_in_the_guests_agent_and_here(node:
     held = [get(node, sandbox, flood) for flood in floods]
     assert all(flood["offset"] == 3_000_000 for flood in held)
     kept = sum(flood["offset"] - flood["start"] for flood in held)
-    # A 32nd of 1 GiB for all of them, whatever each asked for; the first to end have lost theirs.
-    assert kept <= 34 << 20 and held[0]["start"] == 3_000_000 and held[-1]["start"] < 3_000_000
+    # A 32nd of 1 GiB for all of them, whatever each asked for.
+    assert kept <= 34 << 20
     assert int(node.exec(sandbox, agent)["stdout"]) - before < 48 << 10
     assert node.rss() - server < 48 << 20
 

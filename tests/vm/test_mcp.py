@@ -160,6 +160,13 @@ def test_commands_ports_and_sandboxes_by_id(shared_node: Node) -> None:
 
             # The default one is killed behind its back: said once, then there is another.
             (default,) = _live(shared_node)
+            await agent.text("write_file", path="f", text="kept")
+            await agent.text("pause_sandbox")
+            assert shared_node.get(default["id"])["state"] == "paused"
+            assert await agent.text("read_file", path="f") == "kept"
+            await agent.text("pause_sandbox")
+            assert "running" in await agent.text("resume_sandbox")
+            assert shared_node.get(default["id"])["state"] == "running"
             shared_node.call("DELETE", f"/v1/sandboxes/{default['id']}")
             assert "new sandbox" in await agent.error("exec", command="true")
             assert await agent.text("exec", command="ls") == "[exit code 0]"
@@ -217,6 +224,18 @@ def test_a_first_call_tells_how_the_build_goes(nodes: Callable[..., Node]) -> No
             await agent.text("exec", command="true")
             assert len(agent.progress) == told
         eventually(lambda: not _live(node), 30)
+
+    run(test)
+
+
+def test_keep_leaves_it_paused(shared_node: Node) -> None:
+    async def test() -> None:
+        async with _agent(shared_node, "-t", "base", "--keep") as agent:
+            await agent.text("write_file", path="f", text="kept")
+        eventually(lambda: [one["state"] for one in _live(shared_node)] == ["paused"], 30)
+        (kept,) = _live(shared_node)
+        assert shared_node.exec(kept["id"], "cat f")["stdout"] == "kept"
+        shared_node.call("DELETE", f"/v1/sandboxes/{kept['id']}")
 
     run(test)
 

@@ -247,3 +247,33 @@ def test_killing_the_sandbox_ends_what_goes_through_it(shared_node: Node) -> Non
     thread.join(30)
     assert answers[-1].status_code == 410
     assert answers[-1].json()["code"] == "sandbox_died"
+
+
+def test_a_pause_ends_connections_and_the_next_request_resumes(shared_node: Node) -> None:
+    id = shared_node.create("base")
+    perl = (
+        "use IO::Socket::INET; $s=IO::Socket::INET->new(LocalAddr=>'127.0.0.1',LocalPort=>8000,Listen=>5);"
+        "while($c=$s->accept){$r=<$c>;if($r=~/slow/){push @c,$c;next}"
+        'print $c "HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok";push @c,$c}'
+    )
+    shared_node.http.put(f"/v1/sandboxes/{id}/files", params={"path": "s.pl"}, content=perl.encode())
+    shared_node.exec(id, "setsid perl s.pl >/dev/null 2>&1 </dev/null &")
+    url = f"/v1/sandboxes/{id}/ports/8000/"
+    eventually(lambda: shared_node.http.get(url).status_code == 200, 30)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with shared_node.connect() as client:
+            answers.append(client.get(f"{url}slow"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    eventually(lambda: " 01 " in shared_node.exec(id, "grep :1F40 /proc/net/tcp")["stdout"], 30)
+    shared_node.call("POST", f"/v1/sandboxes/{id}/pause", json={})
+    thread.join(30)
+    assert answers[0].status_code == 409
+    assert answers[0].json()["code"] == "sandbox_paused"
+    # A kept connection to the guest that was is not tried; the same server still listens.
+    assert shared_node.http.get(url).text == "ok"
+    assert shared_node.get(id)["state"] == "running"
+    shared_node.call("DELETE", f"/v1/sandboxes/{id}")

@@ -15,8 +15,8 @@ import typer
 from llm4agents import limits
 from llm4agents.cli import options
 
-IDLE_S = 3_600.0
-"""How long an agent may think between two calls before its sandbox ends."""
+IDLE_S = 900.0
+"""How long an agent may think between two calls before its sandbox is paused; the next one resumes it."""
 
 
 def mcp(
@@ -27,7 +27,9 @@ def mcp(
     keep: Annotated[
         bool, typer.Option("--keep", help="Pause the default sandbox at the end instead of killing it.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds without a call before a sandbox ends.")] = IDLE_S,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a call before a sandbox is paused.")
+    ] = IDLE_S,
     allow_host_paths: Annotated[
         Path | None,
         typer.Option(

@@ -15,9 +15,10 @@ from llm4agents import AsyncSandbox
 from llm4agents.cli import output
 from llm4agents.errors import ConflictError, LLM4AgentsError, SandboxDiedError, SandboxNotFoundError
 from llm4agents.sdk._async.ports import AsyncForward
-from llm4agents.sdk._async.transport import transport
 
 OnProgress = Callable[[str, str, "float | None"], Awaitable[None]]
+KEEP_S = 86_400.0
+"""How long one that was paused because its agent was silent is kept. An agent that was killed comes back to none."""
 _GONE = (SandboxDiedError, SandboxNotFoundError, ConflictError)
 
 
@@ -39,6 +40,8 @@ class Boxes:
         self._given, self._keep = given, keep
         self._wish: dict[str, Any] = {
             "timeout": timeout,
+            "on_timeout": "pause",
+            "keep": KEEP_S,
             "env": env,
             "memory_mib": memory_mib,
             "vcpus": vcpus,
@@ -119,12 +122,9 @@ class Boxes:
         await sandbox.kill()
         await self._forget(sandbox.id)
 
-    async def pause(self, sandbox: AsyncSandbox) -> dict[str, Any]:
+    async def pause(self, sandbox: AsyncSandbox) -> None:
         await self._unexpose(sandbox.id)
-        return await _change(sandbox.id, "pause")
-
-    async def resume(self, sandbox: AsyncSandbox) -> dict[str, Any]:
-        return await _change(sandbox.id, "resume")
+        await sandbox.pause()
 
     async def close(self) -> None:
         """The client has gone: the default sandbox ends, or is paused."""
@@ -134,7 +134,7 @@ class Boxes:
         if default is not None and self._given is None:
             with contextlib.suppress(*_GONE):
                 if self._keep:
-                    await _change(default.id, "pause")
+                    await default.pause()
                     output.say(
                         f"paused: {default.id} (llm4agents mcp --sandbox {default.id} goes on with it)"
                     )
@@ -142,8 +142,3 @@ class Boxes:
                     await default.kill()
         for handle in list(self._handles.values()):
             await handle.close()
-
-
-async def _change(id: str, verb: str) -> dict[str, Any]:
-    async with transport() as way:
-        return await way.json("POST", f"/v1/sandboxes/{id}/{verb}", {}, wait_s=None, sandbox=id)

@@ -116,7 +116,7 @@ def _life(server: MCPServer, boxes: Boxes) -> None:
     async def create_sandbox(
         ctx: Context[Any, Any],
         template: Annotated[str | None, Field(description="For example base or python.")] = None,
-        timeout_s: Annotated[float | None, Field(description="Idle seconds before it ends.")] = None,
+        timeout_s: Annotated[float | None, Field(description="Idle seconds before it is paused.")] = None,
         env: Annotated[dict[str, str] | None, Field(description="For every command and cell.")] = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
@@ -155,7 +155,7 @@ def _life(server: MCPServer, boxes: Boxes) -> None:
     async def resume_sandbox(ctx: Context[Any, Any], sandbox_id: Which = None) -> str:
         """Resume a paused sandbox, where it was."""
         async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
-            await boxes.resume(sandbox)
+            await sandbox.resume()
             return f"{sandbox.id} is running"
 
     @_tool(server, _ENDS)

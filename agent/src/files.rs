@@ -37,6 +37,17 @@ pub fn become_user(user: &Credentials) -> Outcome<()> {
     })
 }
 
+/// Take back what `become_user` gave away: for a job that needs the agent's own rights.
+pub fn become_agent() -> Outcome<()> {
+    ACTING_AS.with(|current| {
+        if current.borrow().is_some() {
+            sys::act_as(0, 0, &[]).map_err(at("become the agent again"))?;
+            *current.borrow_mut() = None;
+        }
+        Ok(())
+    })
+}
+
 /// An absolute path out of a request.
 pub fn path(value: &Value) -> Outcome<PathBuf> {
     let bytes = value.bytes().ok_or_else(|| Failure::invalid("a path is missing"))?;

@@ -146,6 +146,8 @@ impl Agent {
                 stream.kind = Kind::Job;
             }
             self.submit(id, move || {
+                // The thread may have served a user's files before.
+                let own = crate::files::become_agent();
                 if sync || drop_caches {
                     // SAFETY: takes nothing, cannot fail.
                     unsafe { libc::sync() };
@@ -153,7 +155,7 @@ impl Agent {
                 if drop_caches {
                     let _ = std::fs::write("/proc/sys/vm/drop_caches", "3");
                 }
-                let frozen = disks.map_or(Ok(()), |disks| disks.freeze());
+                let frozen = own.and_then(|()| disks.map_or(Ok(()), |disks| disks.freeze()));
                 Done::Answer(frozen.map(|()| {
                     let mut reply = Writer::map(1);
                     reply.str("frozen").bool(true);

@@ -108,10 +108,16 @@ def test_contexts_are_known_to_the_next_server(nodes: Callable[..., Node]) -> No
     sandbox = node.create("base")
     path = f"/v1/sandboxes/{sandbox}/contexts"
     made = node.call("POST", path, json={"language": "bash", "cwd": "/etc", "env": {"A": "b"}})
+    assert node.code(sandbox, "x=1; cd /usr", context=made["id"])["status"] == "ok"
+    node.code(sandbox, "y=2")
     node.stop(keep=True)
     node.start()
     assert made in node.call("GET", path)["data"]
-    assert node.code(sandbox, "echo $A $PWD", context=made["id"])["stdout"] == "b /etc\n"
+    assert node.code(sandbox, "echo $A $x $PWD", context=made["id"])["stdout"] == "b 1 /usr\n"
+    assert node.code(sandbox, "echo $y")["stdout"] == "2\n"
+    node.kill9()
+    node.start()
+    assert node.code(sandbox, "echo $x", context=made["id"])["stdout"] == "1\n"
     node.call("DELETE", f"{path}/{made['id']}")
     node.call("DELETE", f"/v1/sandboxes/{sandbox}")
 

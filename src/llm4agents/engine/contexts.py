@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm4agents import limits
 from llm4agents.errors import ConflictError, GuestError, InvalidRequestError, NotFoundError, PathNotFoundError
 from llm4agents.guest import code as interpreter
+from llm4agents.guest import shell as shells
 from llm4agents.guest.code import NODE, PYTHON, Event, Interpreter
 from llm4agents.guest.shell import Shell
 from llm4agents.guest.verbs import Agent
@@ -50,6 +53,12 @@ class Context:
     def key(self) -> str:
         """Its name among all of the sandbox: there is a `default` in every language."""
         return f"{self.language}:{self.slot}"
+
+    @property
+    def process(self) -> str:
+        """The id of its managed process, if it is a shell."""
+        plain = re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.slot)
+        return f"shell.{self.slot if plain else hashlib.sha256(self.slot.encode()).hexdigest()[:40]}"
 
     def to_json(self) -> dict[str, Any]:
         """As the wire has it."""
@@ -142,7 +151,7 @@ async def create(live: Live, language: str | None, cwd: str | None, env: Mapping
         except BaseException:
             contexts.created.pop(ident, None)
             if (shell := contexts.shells.pop(context.key, None)) is not None:
-                shell.kill()
+                await shell.end()
             raise
         return context.to_json()
 
@@ -239,7 +248,7 @@ async def _shell(agent: Agent, contexts: Contexts, context: Context) -> Shell:
     async with contexts.starting:
         shell = contexts.shells.get(context.key)
         if shell is None or not shell.alive or shell.agent is not agent:
-            shell = await Shell.start(agent, env=context.env, cwd=context.cwd)
+            shell = await Shell.open(agent, context.process, env=context.env, cwd=context.cwd)
             contexts.shells[context.key] = shell
         return shell
 
@@ -247,8 +256,11 @@ async def _shell(agent: Agent, contexts: Contexts, context: Context) -> Shell:
 async def _end(agent: Agent, contexts: Contexts, context: Context, *, for_good: bool) -> None:
     context.fresh = True
     if context.language == "bash":
-        if (shell := contexts.shells.pop(context.key, None)) is not None:
-            shell.kill()
+        async with contexts.starting:
+            if (shell := contexts.shells.pop(context.key, None)) is not None and shell.alive:
+                await shell.end()
+            else:
+                await shells.end(agent, context.process)
     elif for_good and context.language != "python":
         await interpreter.remove(agent, _slot(context), at=_INTERPRETERS[context.language])
     else:

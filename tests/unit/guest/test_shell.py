@@ -11,6 +11,7 @@ import pytest
 from agent_process import run
 
 from llm4agents.errors import ConflictError, InvalidRequestError
+from llm4agents.guest import shell as shells
 from llm4agents.guest import shell_wire as wire
 from llm4agents.guest.code import End, Event, Output, Raised
 from llm4agents.guest.shell import Shell
@@ -39,11 +40,11 @@ def error(events: list[Event]) -> Raised:
 
 def with_shell(test: Any, **options: Any) -> None:
     async def whole(agent: Agent) -> None:
-        shell = await Shell.start(agent, user=None, cwd="/", **options)
+        shell = await Shell.open(agent, "shell.x", user=None, cwd="/", **options)
         try:
             await test(shell)
         finally:
-            shell.kill()
+            await shell.end()
 
     run(whole)
 
@@ -157,10 +158,33 @@ def test_what_is_left_in_the_background_is_told_later() -> None:
     with_shell(test)
 
 
+def test_a_shell_is_found_again_and_what_ran_is_interrupted() -> None:
+    async def whole(agent: Agent) -> None:
+        first = await Shell.open(agent, "shell.x", user=None, cwd="/")
+        await cell(first, "x=kept")
+        running = asyncio.create_task(cell(first, "sleep 100"))
+        while first._cell is None or not first._cell.started.is_set():
+            await asyncio.sleep(0.01)
+        first.detach()
+        assert end(await running) == "died"
+        second = await Shell.open(agent, "shell.x", user=None, cwd="/")
+        assert said(await cell(second, "echo $x")) == "kept\n"
+        second.detach()
+        await shells.end(agent, "shell.x")
+        third = await Shell.open(agent, "shell.x", user=None, cwd="/")
+        assert said(await cell(third, "echo [$x]")) == "[]\n"
+        await cell(third, "exit 1")
+        fourth = await Shell.open(agent, "shell.x", user=None, cwd="/")
+        await fourth.end()
+        assert not await agent.processes()
+
+    run(whole)
+
+
 def test_a_directory_that_is_not_there() -> None:
     async def whole(agent: Agent) -> None:
         with pytest.raises((InvalidRequestError, ConflictError)):
-            await Shell.start(agent, user=None, cwd="/nothing/here")
+            await Shell.open(agent, "shell.x", user=None, cwd="/nothing/here")
 
     run(whole)
 

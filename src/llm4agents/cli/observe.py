@@ -167,10 +167,12 @@ def _figures(now: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, l
         ", ".join(f"{count} {state}" for state, count in node["sandboxes"].items() if count) or "no sandboxes"
     )
     held = node["admission"]
+    ready = sum(shelf["ready"] for shelf in node["pool"])
     head = (
         f"{counts}; load {node['load1']:.1f} of {node['cores']} cores; "
         f"{size(held['held_bytes'])} of {size(held['total_bytes'])} set aside; "
-        f"server {size(node['server_rss_bytes'])}"
+        + (f"pool {ready} ready; " if node["pool"] else "")
+        + f"server {size(node['server_rss_bytes'])}"
     )
 
     def cpu(row: dict[str, Any]) -> float | None:

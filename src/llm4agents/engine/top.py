@@ -56,7 +56,9 @@ async def _rows(alive: list[SandboxRow], live: dict[str, Live]) -> AsyncIterator
         }
 
 
-def node(host: Host, admission: Admission, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def node(
+    host: Host, admission: Admission, pool: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The host and this server."""
     return {
         "at": clock.wall_s(),
@@ -73,6 +75,7 @@ def node(host: Host, admission: Admission, rows: list[dict[str, Any]]) -> dict[s
             "total_bytes": host.memory_total_bytes - admission.policy.reserve_bytes(host),
             "waiting": admission.waiting,
         },
+        "pool": pool,
         "guest_memory_mib": sum(row["memory_mib"] for row in rows if row["cpu_s"] is not None),
     }
 
@@ -94,4 +97,8 @@ def gauges(figures: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[Gaug
         ("waiting", "Creates that wait for room."),
     ):
         yield Gauge(f"admission_{name}", words, figures["admission"][name])
+    for shelf in figures["pool"]:
+        labels = {"template": shelf["template"], "shape": f"{shelf['vcpus']}x{shelf['memory_mib']}"}
+        yield Gauge("pool_ready", "Machines that are kept ready.", shelf["ready"], labels)
+        yield Gauge("pool_wanted", "Machines that are to be kept ready.", shelf["wanted"], labels)
     yield from of_sandboxes(rows)

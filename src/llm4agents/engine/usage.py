@@ -25,6 +25,7 @@ from llm4agents.errors import CapacityError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.store import usage as rows
 from llm4agents.store.store import Stamp
+from llm4agents.vmm.shim import DEADLINE
 
 log = structlog.get_logger()
 
@@ -58,6 +59,17 @@ def evidence(files: list[Path], now: Stamp) -> Stamp:
     return Stamp(0, 0, now.host_boot_id)
 
 
+def stopped_since(run_dir: Path, vmm_pid: int) -> float | None:
+    """Since when (unix seconds, at the earliest) a VMM stands that its keeper has stopped at its deadline, no server
+    being there to pause it; None when it runs. It could do nothing since, so that is nobody's use."""
+    try:
+        unix, act = (run_dir / DEADLINE).read_text().split()
+        stopped = Path(f"/proc/{vmm_pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return float(unix) if act == "stop" and stopped else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class Meter:
     """Writes usage rows. `disk_bytes(row)`: what the sandbox's files take on this host's disk now."""
 
@@ -78,6 +90,31 @@ class Meter:
         """Take up what lives; the stretches of a dead server go on."""
         for row in self._store.alive():
             self._schedule(row)
+
+    def leave_out_stops(self, run_dir: Callable[[str], Path]) -> None:
+        """Before machines are taken over: what a keeper has stopped is `stopped` until now, which is free."""
+        for row in self._store.alive():
+            pid = (row.record or {}).get("vmm_pid")
+            if row.state == "running" and isinstance(pid, int):
+                since = stopped_since(run_dir(row.id), pid)
+                if since is not None:
+                    self.stood_still(row, since)
+
+    def stood_still(self, row: SandboxRow, since_unix: float) -> None:
+        """Close the stretch at `since_unix`; from there to now is a row of state `stopped`."""
+        now = self._now()
+        ago_ns = max(0, now.wall_ns - int(since_unix * _NS))
+        with self._store.writing() as connection:
+            stretch = rows.open_stretch(connection, row)
+            if stretch is None or stretch.since.host_boot_id != now.host_boot_id:
+                return
+            mark = max(stretch.since.monotonic_ns, now.monotonic_ns - ago_ns)
+            stop = Stamp(now.wall_ns - (now.monotonic_ns - mark), mark, now.host_boot_id)
+            self._write(connection, row, stop)
+            rest = rows.open_stretch(connection, row)
+            assert rest is not None
+            duration_ns = now.monotonic_ns - mark
+            rows.append(connection, row, rest, now, duration_ns, self._measure(row), state="stopped")
 
     async def run(self) -> None:
         """Write rows as they are due, until cancelled."""

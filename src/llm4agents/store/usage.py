@@ -59,9 +59,18 @@ def boot_of(row: SandboxRow) -> str:
 
 
 def append(
-    connection: Connection, row: SandboxRow, stretch: Open, until: Stamp, duration_ns: int, disk_bytes: int
+    connection: Connection,
+    row: SandboxRow,
+    stretch: Open,
+    until: Stamp,
+    duration_ns: int,
+    disk_bytes: int,
+    state: str | None = None,
 ) -> None:
-    """One row, in the caller's transaction. A key that exists raises IntegrityError, which undoes it all."""
+    """One row, in the caller's transaction. A key that exists raises IntegrityError, which undoes it all.
+
+    `state`: what it was in, if that is not the state of `row`.
+    """
     boot = boot_of(row)
     connection.execute(
         insert(usage),
@@ -70,7 +79,7 @@ def append(
             "sandbox": row.id,
             "boot_id": boot,
             "sequence": stretch.sequence,
-            "state": row.state,
+            "state": state or row.state,
             "vcpus": row.vcpus,
             "memory_mib": row.memory_mib,
             "disk_bytes": disk_bytes,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support import eventually
 
 from llm4agents.engine import usage
 from llm4agents.engine.usage import EVERY_S, Meter
@@ -233,6 +236,38 @@ def test_evidence_never_charges_more_than_could_have_run(world: World, tmp_path:
     world.move(row, "failed", ran_until=usage.evidence([record], world.now()))
     (found,) = rows.totals(world.store, row.id) or [{"duration_ns": 0}]
     assert found["duration_ns"] == (30 * NS if mtime_ns == 2**62 else 0)
+
+
+def test_what_its_keeper_has_stopped_is_not_charged(world: World, tmp_path: Path) -> None:
+    world.create()
+    (row,) = world.rows.values()
+    world.move(row, "running")
+    world.pass_time(30 * NS)
+    stopped_at = world.wall / NS
+    world.wall += 500 * NS
+    world.boottime += 500 * NS
+    world.crash()
+    (row,) = world.rows.values()
+    world.meter.stood_still(row, stopped_at)
+    world.pass_time(20 * NS)
+    world.move(row, "killed")
+    found = {total["state"]: total["duration_ns"] for total in rows.totals(world.store, row.id)}
+    assert found == {"running": 50 * NS, "stopped": 500 * NS}
+
+
+def test_a_stopped_vmm_is_known(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / "deadline").write_text("123.5 stop\n")
+        assert usage.stopped_since(tmp_path, process.pid) is None
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: usage.stopped_since(tmp_path, process.pid) == 123.5)
+        (tmp_path / "deadline").write_text("123.5\n")
+        assert usage.stopped_since(tmp_path, process.pid) is None
+    finally:
+        process.kill()
+        process.wait()
+    assert usage.stopped_since(tmp_path, process.pid) is None
 
 
 def test_without_evidence_nothing_is_charged_that_was_not_seen(world: World, tmp_path: Path) -> None:

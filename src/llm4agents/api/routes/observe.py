@@ -83,4 +83,5 @@ async def metrics(request: Request) -> Response:
 async def _figures(request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     here = context.of(request)
     rows = await here.engine.top()
-    return top.node(host.host(here.settings.state), here.engine.admission, rows), rows
+    engine = here.engine
+    return top.node(host.host(here.settings.state), engine.admission, engine.pool.describe(), rows), rows

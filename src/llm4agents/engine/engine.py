@@ -12,7 +12,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import structlog
 
@@ -31,7 +31,6 @@ from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.pool import Pool
-from llm4agents.engine.runs import Sandboxes
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
@@ -96,7 +95,7 @@ class Engine(Acts):
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
-        self.jobs = Jobs(cast(Sandboxes, self), store, webhooks_on=settings.webhooks)
+        self.jobs = Jobs(self, store, webhooks_on=settings.webhooks)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.pool = Pool(self.templates, self.driver, self.places, self.admission)
         self.creating = 0
@@ -301,6 +300,7 @@ class Engine(Acts):
                 row = self.get(sandbox)
                 if row.state == "paused":
                     self.store.change(row, ending=reason)
+                    self.meter.ending(row)
                     self.places.remove(sandbox)
                     now = clock.stamp()
                     self.store.transition(row, "killed", reason, now, ended_at=now.wall_s)

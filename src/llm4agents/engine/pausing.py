@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import bounds, clock, contact, creation
+from llm4agents.engine import bounds, clock, contact, creation, usage
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, chain_of, new_top
@@ -151,7 +151,12 @@ def finished(node: Node, row: SandboxRow, reason: str | None) -> bool:
         return False
     now = clock.stamp()
     body = {"pages_bytes": frozen.pages_bytes, "memory": True, "why_cold": None}
-    node.store.transition(row, "paused", reason, now, paused_at=now.wall_s, record=None, pause=body)
+    # Of a host that lost power the store may still say `running`: it ran until the pause was written at most.
+    written = usage.evidence([node.places.pause(row.id) / "manifest.json"], now)
+    ran_until = written if row.state == "running" else now
+    node.store.transition(
+        row, "paused", reason, now, ran_until=ran_until, paused_at=now.wall_s, record=None, pause=body
+    )
     return True
 
 

@@ -32,7 +32,7 @@ def shelf(node: Node) -> dict[str, Any]:
 
 def filled(node: Node, wanted: int) -> set[str]:
     """The ids of the machines that wait, once they all do."""
-    eventually(lambda: shelf(node).get("ready") == wanted, 60)
+    eventually(lambda: shelf(node).get("ready") == wanted, 240)
     return set(node.machines())
 
 
@@ -173,3 +173,21 @@ def test_a_first_cell_in_a_pooled_interpreter_is_like_any_first_cell(node: Node)
     )
     assert first["stdout"] == "me\n" and first["execution_count"] == 1
     assert "print" not in str(first["results"])
+
+
+def test_a_pooled_clone_of_a_snapshot_has_all_that_was_in_it(node: Node) -> None:
+    maker = node.create("python")
+    node.code(maker, "x = 41")
+    node.call("POST", f"/v1/sandboxes/{maker}/snapshot", json={"name": "pool-mine"})
+    try:
+        node.call("DELETE", f"/v1/sandboxes/{maker}")
+        keep(node, 1, "pool-mine")
+        (name,) = filled(node, 1)
+        box = node.create("pool-mine")
+        assert box == name
+        said = node.code(box, "x + 1")
+        assert said["results"][0]["data"]["text/plain"] == "42" and said["execution_count"] == 2
+        node.call("DELETE", f"/v1/sandboxes/{box}")
+        keep(node, 0, "pool-mine")
+    finally:
+        node.call("DELETE", "/v1/templates/pool-mine")

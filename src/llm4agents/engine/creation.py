@@ -221,9 +221,8 @@ async def hand_over(
         bounds.on_host(woken.machine, row.limits)
         telling = _tell(woken.agent, variant, env, asked, age_s)
         if telling:
-            await asyncio.sleep(
-                0
-            )  # now it is on its way: a server that dies from here on leaves a whole sandbox
+            # Now it is on its way: a server that dies from here on leaves a whole sandbox.
+            await asyncio.sleep(0)
         now = clock.stamp()
         row.record, row.boot_id = woken.machine.record.to_json(), woken.boot_id
         row.state, row.started_at = "running", now.wall_s

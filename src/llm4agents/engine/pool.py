@@ -362,7 +362,8 @@ async def _end(woken: Woken) -> None:
 
 
 async def warm(agent: Agent, variant: Variant) -> None:
-    """Run a clone's first commands and cells, which are the slow ones. They leave no trace."""
+    """Run a clone's first commands and cells, which are the slow ones. They leave no trace: so no cell in the clone
+    of a snapshot, whose interpreter has somebody's variables."""
     for number in range(WARM_EXECS):
         # As every exec over HTTP is: a managed process, listened to and forgotten.
         ident = f"warm-{number}"
@@ -372,7 +373,7 @@ async def warm(agent: Agent, variant: Variant) -> None:
         await process.wait()
         process.detach()
         await agent.forget(ident)
-    if "python" in variant.services:
+    if "python" in variant.services and variant.family is None:
         for cell in WARM_CELLS:
             events = code.run(agent, cell, timeout_s=limits.EXEC_TIMEOUT_S, more={"warm": True})
             async with contextlib.aclosing(events):

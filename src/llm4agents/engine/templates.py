@@ -373,10 +373,10 @@ class Templates:
             await room.aclose()
             shutil.rmtree(run_dir, ignore_errors=True)
 
-    @staticmethod
-    def check_shape(name: str, vcpus: int, memory_mib: int) -> None:
+    def check_shape(self, name: str, vcpus: int, memory_mib: int) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
-        spec.get(name)
+        if not spec.valid_name(name) or not self._pin((name, vcpus, memory_mib)).exists():
+            spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
 
     @staticmethod

@@ -57,7 +57,7 @@ async def switch(execute: Execute, slot: str, overlay: Disk) -> list[Given]:
 async def _top(execute: Execute, slot: str) -> str:
     """The node the guest's device writes to now."""
     for device in await execute("query-block"):
-        if f"/{slot}-dev/" in f"{device.get('qdev', '')}/":
+        if f"/{slot}-dev/" in f"/{device.get('qdev', '')}/":  # with a path before it or not
             name = device.get("inserted", {}).get("node-name")
             if isinstance(name, str):
                 return name

@@ -53,7 +53,9 @@ async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
     await live.machine.set_deadline(clock.wall_s() + PAUSE_GRACE_S)
     live.stop_watching()
     try:
-        await live.agent.freeze(sync=sync, fs=sync)
+        # An agent from before file systems were frozen only syncs them.
+        whole = sync and "fsfreeze" in live.agent.session.hello.capabilities
+        await live.agent.freeze(sync=sync, fs=whole)
         await live.agent.session.quiesce()
         await live.machine.pause()
         await live.machine.flush_disks()

@@ -413,3 +413,65 @@ fn too_many_streams_are_refused() {
     }));
     let _ = std::fs::remove_dir_all(&path);
 }
+
+fn managed(id: &str, script: &str, tty: bool) -> Vec<u8> {
+    map(if tty { 5 } else { 4 }, |w| {
+        w.str("verb").str("exec").str("id").str(id).str("stdin").bool(true);
+        w.str("argv").begin_array(3);
+        w.str("sh").str("-c").str(script);
+        if tty {
+            w.str("tty").begin_map(0);
+        }
+    })
+}
+
+#[test]
+fn a_managed_process_is_let_go_and_read_again_whatever_else_is_said_of_it() {
+    let mut host = Host::start();
+    let stream = host.open(&managed("m", "read x; echo $x; echo err >&2; exit 3", false));
+    assert_eq!(host.frame().kind, frame::REPLY);
+    for (kind, payload) in [(frame::RESIZE, &b"\x01"[..]), (frame::RESIZE, &[0; 4]), (frame::SIGNAL, b""), (99, b"x")] {
+        host.send(stream, kind, 0, payload);
+    }
+    host.send(stream, frame::DETACH, 0, b"");
+    let (_, end) = host.finish(stream);
+    assert_eq!(decode(&end.payload).unwrap().get("detached"), &Value::Bool(true));
+    // What the host sends before it has read the END is ignored, and the stream's number is free no more.
+    host.send(stream, frame::CANCEL, 0, b"");
+    host.send(stream, frame::DETACH, 0, b"");
+    host.greet(0x99, true);
+    let attach = map(4, |w| {
+        w.str("verb").str("attach").str("id").str("m").str("from").int(0).str("stdin").bool(true);
+    });
+    let stream = host.open(&attach);
+    host.send(stream, frame::DATA, 0, b"said\n");
+    let (bytes, end) = host.finish(stream);
+    assert_eq!((&bytes[1][..], &bytes[2][..]), (&b"said\n"[..], &b"err\n"[..]));
+    let end = decode(&end.payload).unwrap();
+    assert_eq!((end.get("exit_code").int(), end.get("offset").int()), (Some(3), Some(9)));
+    let verb = |verb: &str, key: &str, value: i64| {
+        map(3, |w| {
+            w.str("verb").str(verb).str("id").str("m").str(key).int(value);
+        })
+    };
+    assert_eq!(Host::code(&host.call(&verb("signal", "signal", 9)).1), "ended");
+    assert_eq!(Host::code(&host.call(&verb("attach", "from", 10)).1), "invalid");
+    assert_eq!(Host::code(&host.call(&managed("m", "true", false)).1), "exists");
+    assert_eq!(host.call(&verb("forget", "x", 0)).1.kind, frame::END);
+    assert_eq!(Host::code(&host.call(&verb("attach", "from", 0)).1), "not_found");
+    host.alive();
+}
+
+#[test]
+fn a_terminal_is_killed_with_all_that_is_in_it() {
+    let mut host = Host::start();
+    let stream = host.open(&managed("t", "sleep 60 & sleep 60", true));
+    assert_eq!(host.frame().kind, frame::REPLY);
+    host.send(stream, frame::RESIZE, 0, &[50, 0, 100, 0]);
+    host.send(stream, frame::CANCEL, 0, b"");
+    assert_eq!(Host::code(&host.finish(stream).1), "cancelled");
+    let (_, end) = host.call(&map(3, |w| {
+        w.str("verb").str("attach").str("id").str("t").str("output").bool(false);
+    }));
+    assert_eq!(decode(&end.payload).unwrap().get("signal").int(), Some(9));
+}

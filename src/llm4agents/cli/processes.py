@@ -44,7 +44,7 @@ def ps(
     rows = [
         (
             info.id,
-            info.tag,
+            None if info.tag is None else _plain(info.tag),
             info.pid,
             _state(info),
             output.when(info.started_at),
@@ -204,6 +204,10 @@ def _state(info: Any) -> str:
 def _line(argv: list[str]) -> str:
     """A command in one line that no terminal takes for anything else."""
     text = argv[-1] if argv[:2] == ["/bin/sh", "-c"] and len(argv) == 5 else " ".join(argv)
+    return _plain(text)
+
+
+def _plain(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text[:60])
 
 

@@ -118,3 +118,15 @@ PORT_HEAD_BYTES_MAX: Final = 65_536
 """Of an answer's status line and headers."""
 PORT_EXPECT_S: Final = 1.0
 """How long a client's `Expect: 100-continue` is left to the guest before the body is sent all the same."""
+
+# Jobs, logs
+JOBS_PER_SANDBOX_MAX: Final = 64
+"""That are not over."""
+JOB_RUNS_KEPT: Final = 100
+JOB_OUTPUT_BYTES_KEPT: Final = 65_536
+"""The end of a run's output, kept with its result."""
+WEBHOOK_URL_BYTES_MAX: Final = 2_048
+WEBHOOK_TIMEOUT_S: Final = 20.0
+SANDBOX_LOG_BYTES_MAX: Final = 262_144
+CONSOLE_BYTES_MAX: Final = 8_192
+"""The end of a console that is told or kept."""

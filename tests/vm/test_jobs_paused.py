@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 
 import pytest
@@ -107,3 +109,18 @@ def test_usage_of_pauses_is_their_length_to_the_nanosecond(node: Node) -> None:
     assert all(row["disk_bytes"] > 0 for row in rows(node, sandbox))
     text = node.http.get("/metrics").text
     assert "llm4agents_sandboxes" in text
+
+
+def test_an_end_of_a_paused_sandbox_that_a_dead_server_has_begun_is_finished(node: Node) -> None:
+    sandbox = node.create()
+    job = add(node, sandbox, command="true", at=time.time() + 1000)
+    pause(node, sandbox)
+    node.kill9()
+    # What the server writes before it removes anything.
+    with contextlib.closing(sqlite3.connect(node.state / "store.db")) as connection, connection:
+        connection.execute("UPDATE sandboxes SET ending = 'killed by request'")
+    node.start()
+    row = node.get(sandbox)
+    assert (row["state"], row["reason"]) == ("killed", "killed by request")
+    assert job_of(node, job)["state"] == "ended"
+    assert not (node.state / "sandboxes" / sandbox).exists()

@@ -124,6 +124,9 @@ class Engine(Acts):
         for live in await adoption.adopt_all(self.node):
             self.admission.hold(live.row.id, live.row.memory_mib)
             self._enter(live)
+        for row in self.store.alive():
+            if row.state == "paused" and row.ending is not None:
+                await self.kill(row.id, row.ending)  # its server died while it ended it
         self.meter.start()
         self._spawn(self.meter.run())
         self.jobs.start()

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import structlog
 
+from llm4agents import limits
 from llm4agents.engine import clock, lifecycle, processes, schedule, webhooks
 from llm4agents.engine.runs import Carrier, Sandboxes, kill
 from llm4agents.errors import (
@@ -33,8 +34,6 @@ from llm4agents.store.store import Stamp
 
 log = structlog.get_logger()
 
-JOBS_PER_SANDBOX_MAX: Final = 64
-RUNS_KEPT: Final = 100
 SLEEP_S_MAX: Final = 20.0
 """The timer looks at the wall clock at least this often: it may be stepped."""
 FULL_RETRY_S: Final = 5.0
@@ -106,9 +105,9 @@ class Jobs:
         row = self._sandboxes.get(sandbox)
         if row.state in lifecycle.TERMINAL:
             raise ConflictError(f"{sandbox} has ended and can have no jobs", hint="create a new sandbox")
-        if self._store.count(sandbox) >= JOBS_PER_SANDBOX_MAX:
+        if self._store.count(sandbox) >= limits.JOBS_PER_SANDBOX_MAX:
             raise CapacityError(
-                f"{sandbox} has {JOBS_PER_SANDBOX_MAX} jobs that are not over", hint="cancel some"
+                f"{sandbox} has {limits.JOBS_PER_SANDBOX_MAX} jobs that are not over", hint="cancel some"
             )
         secret = None
         if spec.get("webhook") is not None:
@@ -139,7 +138,7 @@ class Jobs:
         return self._store.find(sandbox=sandbox, states=states, limit=limit)
 
     def runs(self, job: JobRow, limit: int) -> list[RunRow]:
-        """Newest first; RUNS_KEPT are kept."""
+        """Newest first; limits.JOB_RUNS_KEPT are kept."""
         return self._store.runs(job.id, limit)
 
     def last_run(self, job: JobRow) -> RunRow | None:
@@ -234,7 +233,7 @@ class Jobs:
 
     def _begin(self, job: JobRow) -> None:
         run = RunRow(job.id, 0, due_at=job.next_at or clock.wall_s(), state="starting")
-        self._store.begin(job, run, keep=RUNS_KEPT)
+        self._store.begin(job, run, keep=limits.JOB_RUNS_KEPT)
         log.info("job_run", sandbox=job.sandbox, job=job.id, run=run.process)
         self._take(job, run, fresh=True)
 

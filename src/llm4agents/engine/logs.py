@@ -16,13 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from llm4agents import limits
 from llm4agents.store import SandboxRow, Store
 from llm4agents.store.store import TERMINAL, Stamp
 from llm4agents.vmm.shim import console_tail, read_exit
 
-LOG_BYTES_MAX: Final = 262_144
 LINE_BYTES_MAX: Final = 16_384
-CONSOLE_BYTES_MAX: Final = 8_192
 FOLLOW_LINES_MAX: Final = 1_000
 CONSOLE_POLL_S: Final = 1.0
 _ID = re.compile(r"sbx_[a-z0-9]{20}")
@@ -57,7 +56,7 @@ class Logs:
             with path.open("ab") as file:
                 file.write(text.encode() + b"\n")
                 size = file.tell()
-            if size > LOG_BYTES_MAX:
+            if size > limits.SANDBOX_LOG_BYTES_MAX:
                 _trim(path)
         for queue, news in self._followers.get(sandbox, ()):
             queue.append(line)
@@ -67,9 +66,9 @@ class Logs:
         """Keep the end of its console, which is removed with its machine's directory."""
         where = self._run_dir(sandbox)
         # Of a machine that has ended only the exit record is left.
-        tail = console_tail(where, CONSOLE_BYTES_MAX) or read_exit(where).console_tail
+        tail = console_tail(where, limits.CONSOLE_BYTES_MAX) or read_exit(where).console_tail
         if tail:
-            self.add(sandbox, "console", text=tail[-CONSOLE_BYTES_MAX:])
+            self.add(sandbox, "console", text=tail[-limits.CONSOLE_BYTES_MAX :])
 
     def read(self, sandbox: str) -> list[dict[str, Any]]:
         """What is kept, oldest first."""
@@ -82,7 +81,7 @@ class Logs:
 
     def console(self, sandbox: str) -> str:
         """The end of the console of one that lives; empty when it does not."""
-        return console_tail(self._run_dir(sandbox), CONSOLE_BYTES_MAX)
+        return console_tail(self._run_dir(sandbox), limits.CONSOLE_BYTES_MAX)
 
     async def follow(self, sandbox: str) -> AsyncGenerator[dict[str, Any], None]:
         """What is kept, the end of its console, then both as they come; ends with the sandbox."""
@@ -120,13 +119,13 @@ class Logs:
                 path.unlink(missing_ok=True)
 
     def _console_since(self, sandbox: str, place: int) -> tuple[str, int]:
-        """What the console has said behind byte `place` of its log, at most CONSOLE_BYTES_MAX, the newest."""
+        """What the console has said behind byte `place` of its log, at most limits.CONSOLE_BYTES_MAX, the newest."""
         with contextlib.suppress(OSError), (self._run_dir(sandbox) / "serial.log").open("rb") as file:
             size = file.seek(0, 2)
             if size < place:  # it was rotated
                 place = 0
-            file.seek(max(place, size - CONSOLE_BYTES_MAX))
-            said = file.read(CONSOLE_BYTES_MAX)
+            file.seek(max(place, size - limits.CONSOLE_BYTES_MAX))
+            said = file.read(limits.CONSOLE_BYTES_MAX)
             return said.decode(errors="replace"), file.tell()
         return "", place
 
@@ -145,7 +144,7 @@ def _ends(line: dict[str, Any]) -> bool:
 
 def _trim(path: Path) -> None:
     """Keep the newer half, whole lines."""
-    kept = path.read_bytes()[-LOG_BYTES_MAX // 2 :]
+    kept = path.read_bytes()[-limits.SANDBOX_LOG_BYTES_MAX // 2 :]
     partial = path.with_suffix(".partial")
     partial.write_bytes(kept[kept.find(b"\n") + 1 :])
     partial.rename(path)

@@ -35,7 +35,6 @@ from llm4agents.store.jobs import JobRow, JobStore, RunRow
 
 log = structlog.get_logger()
 
-OUTPUT_BYTES_KEPT: Final = 65_536
 RETRY_S: Final = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 """Between the tries to start a run on a node that is full."""
 TRIES_MAX: Final = 5
@@ -253,9 +252,9 @@ async def kill(live: Live, process: str) -> None:
 
 
 async def kept_output(live: Live, process: str, end: int) -> dict[str, Any]:
-    """The last OUTPUT_BYTES_KEPT of what it has said, both channels as they came."""
+    """The last limits.JOB_OUTPUT_BYTES_KEPT of what it has said, both channels as they came."""
     said = bytearray()
-    begin = max(0, end - OUTPUT_BYTES_KEPT)
+    begin = max(0, end - limits.JOB_OUTPUT_BYTES_KEPT)
     async with processes.attach(live, process, from_offset=begin) as attached:
         begin = attached.offset
         with contextlib.suppress(TimeoutError):  # a guest that sends no end of it
@@ -264,5 +263,5 @@ async def kept_output(live: Live, process: str, end: int) -> dict[str, Any]:
                 contextlib.aclosing(aiter(attached)) as pieces,
             ):
                 async for _, _, data in pieces:
-                    said += data[: OUTPUT_BYTES_KEPT - len(said)]
+                    said += data[: limits.JOB_OUTPUT_BYTES_KEPT - len(said)]
     return {"output_b64": base64.b64encode(said).decode("ascii"), "output_start": begin, "output_end": end}

@@ -22,12 +22,9 @@ from urllib.parse import urlsplit
 
 import httpcore
 
-from llm4agents import __version__
+from llm4agents import __version__, limits
 from llm4agents.errors import InvalidRequestError
 
-TRY_S: Final = 20.0
-"""For one try, from the name to the answer's head."""
-URL_BYTES_MAX: Final = 2_048
 _METADATA: Final = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("100.100.100.200")}
 
 
@@ -42,9 +39,13 @@ def check_url(url: str) -> None:
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise InvalidRequestError(f"webhook={url[:200]!r}: {error}") from None
-    if len(url) > URL_BYTES_MAX or not url.isascii() or any(ord(letter) <= 32 for letter in url):
+    if (
+        len(url) > limits.WEBHOOK_URL_BYTES_MAX
+        or not url.isascii()
+        or any(ord(letter) <= 32 for letter in url)
+    ):
         raise InvalidRequestError(
-            f"webhook: a URL is at most {URL_BYTES_MAX} ASCII characters without spaces"
+            f"webhook: a URL is at most {limits.WEBHOOK_URL_BYTES_MAX} ASCII characters without spaces"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise InvalidRequestError(f"webhook={url[:200]!r} is no http or https URL")
@@ -126,13 +127,13 @@ async def deliver(url: str, message: dict[str, Any], secret: str, at: int) -> in
     tls = _tls() if url.lower().startswith("https") else None
     try:
         async with (
-            asyncio.timeout(TRY_S),
+            asyncio.timeout(limits.WEBHOOK_TIMEOUT_S),
             httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=_Checked()) as pool,
             pool.stream("POST", url, headers=headers, content=body) as answer,
         ):
             status = answer.status
     except TimeoutError:
-        raise WebhookError(f"no answer within {TRY_S:g} s") from None
+        raise WebhookError(f"no answer within {limits.WEBHOOK_TIMEOUT_S:g} s") from None
     except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
         raise WebhookError(f"{type(error).__name__}: {error}"[:300]) from error
     if not 200 <= status < 300:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from llm4agents import limits
 from llm4agents.engine import webhooks
 from llm4agents.errors import InvalidRequestError
 
@@ -80,7 +81,7 @@ def test_nobody_there() -> None:
 
 
 def test_an_answer_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhooks, "TRY_S", 0.2)
+    monkeypatch.setattr(limits, "WEBHOOK_TIMEOUT_S", 0.2)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(webhooks.WebhookError, match="no answer"),

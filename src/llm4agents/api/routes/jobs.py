@@ -32,7 +32,7 @@ class Job(models.WithEnv):
     at: float | str | None = None
     every_s: models.Seconds | None = None
     on_exit: Literal["none", "pause", "kill"] = "none"
-    webhook: Annotated[str, Field(min_length=1, max_length=2_048)] | None = None
+    webhook: Annotated[str, Field(min_length=1, max_length=limits.WEBHOOK_URL_BYTES_MAX)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Job:

@@ -105,7 +105,7 @@ def test_an_endless_loop_is_ended_by_its_timeout(node: Node) -> None:
 
 def test_output_that_nobody_reads_holds_up_nobody_else(node: Node) -> None:
     sandbox = node.create()
-    body = {"command": "head -c 200000000 /dev/zero", "stream": True, "timeout_s": 0}
+    body = {"command": "head -c 200000000 /dev/zero", "stream": True, "timeout_s": 0, "on_disconnect": "kill"}
     before = _rss(node)
     with node.http.stream("POST", f"/v1/sandboxes/{sandbox}/exec", json=body) as answer:
         assert next(lines(answer))["type"] == "started"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, bindparam, func, insert, select
 
 from llm4agents.store.schema import events, usage
 from llm4agents.store.store import SandboxRow, Stamp, Store
@@ -26,32 +26,45 @@ class Open:
     """Of the next row."""
 
 
+# Built once: they run in every transition.
+_BEGAN = (
+    select(
+        events.c.to_state, events.c.sequence, events.c.wall_ns, events.c.monotonic_ns, events.c.host_boot_id
+    )
+    .where(events.c.sandbox == bindparam("of"))
+    .order_by(events.c.sequence.desc())
+    .limit(1)
+)
+_LAST = (
+    select(
+        usage.c.boot_id,
+        usage.c.sequence,
+        usage.c.event,
+        usage.c.to_ns,
+        usage.c.end_boottime_ns,
+        usage.c.host_boot_id,
+    )
+    .where(usage.c.sandbox == bindparam("of"))
+    .order_by(usage.c.id.desc())
+    .limit(1)
+)
+_INSERT = insert(usage)
+
+
 def open_stretch(connection: Connection, row: SandboxRow) -> Open | None:
     """Where the next row of `row`'s present state begins; None when the last event is not of that state."""
-    began = (
-        connection.execute(
-            select(events).where(events.c.sandbox == row.id).order_by(events.c.sequence.desc()).limit(1)
-        )
-        .mappings()
-        .first()
-    )
-    if began is None or began["to_state"] != row.state:
+    began = connection.execute(_BEGAN, {"of": row.id}).first()
+    last = connection.execute(_LAST, {"of": row.id}).first()
+    if began is None or began.to_state != row.state:
         return None
-    last = (
-        connection.execute(
-            select(usage).where(usage.c.sandbox == row.id).order_by(usage.c.id.desc()).limit(1)
-        )
-        .mappings()
-        .first()
-    )
-    since = Stamp(began["wall_ns"], began["monotonic_ns"], began["host_boot_id"])
+    since = Stamp(began.wall_ns, began.monotonic_ns, began.host_boot_id)
     sequence = 1
     if last is not None:
-        if last["boot_id"] == boot_of(row):
-            sequence = last["sequence"] + 1
-        if last["event"] == began["sequence"]:
-            since = Stamp(last["to_ns"], last["end_boottime_ns"], last["host_boot_id"])
-    return Open(since, began["sequence"], sequence)
+        if last.boot_id == boot_of(row):
+            sequence = last.sequence + 1
+        if last.event == began.sequence:
+            since = Stamp(last.to_ns, last.end_boottime_ns, last.host_boot_id)
+    return Open(since, began.sequence, sequence)
 
 
 def boot_of(row: SandboxRow) -> str:
@@ -73,7 +86,7 @@ def append(
     """
     boot = boot_of(row)
     connection.execute(
-        insert(usage),
+        _INSERT,
         {
             "key": f"{row.id}:{boot}:{stretch.sequence}",
             "sandbox": row.id,

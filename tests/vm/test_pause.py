@@ -209,8 +209,9 @@ def test_chains_are_compacted_and_read_the_same(shared_node: Node, sandbox: str)
 def test_a_snapshot_is_a_template_without_the_environment(shared_node: Node) -> None:
     node = shared_node
     secret = "s3cret-" + hashlib.sha256(str(time.time()).encode()).hexdigest()
-    maker = node.create("base", env={"TOKEN": secret}, metadata={"a": "b"})
-    out(node, maker, "echo warmed > file; echo in memory > /dev/shm/mem")
+    shape = {"memory_mib": 256, "vcpus": 1}
+    maker = node.create("base", env={"TOKEN": secret}, metadata={"a": "b"}, **shape)
+    out(node, maker, "echo warmed > file; echo in memory > /dev/shm/mem; test -n $TOKEN")
     template = post(node, maker, "snapshot", name="mine-warm", description="warmed")
     try:
         assert template["name"] == "mine-warm"
@@ -218,7 +219,7 @@ def test_a_snapshot_is_a_template_without_the_environment(shared_node: Node) -> 
         assert refused.status_code == 409
         assert node.http.post(f"/v1/sandboxes/{maker}/snapshot", json={"name": "python"}).status_code == 409
         kill(node, maker)
-        made = node.create("mine-warm")
+        made = node.create("mine-warm", **shape)
         assert out(node, made, "cat file /dev/shm/mem; echo [$TOKEN]") == "warmed\nin memory\n[]"
         assert node.get(made)["metadata"] == {}
         # It is used: it is not removed under those who lie on it.
@@ -230,7 +231,8 @@ def test_a_snapshot_is_a_template_without_the_environment(shared_node: Node) -> 
         kill(node, made, child)
         for path in Path(node.cache / "templates" / "mine-warm").rglob("*"):
             if path.is_file():
-                assert secret.encode() not in path.read_bytes(), path
+                found = secret.encode() in path.read_bytes()
+                assert not found, path
     finally:
         node.call("DELETE", "/v1/templates/mine-warm")
 

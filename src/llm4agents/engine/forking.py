@@ -219,8 +219,9 @@ async def snapshot(
             upper = built / parts.UPPER
             async with asyncio.TaskGroup() as both:
                 both.create_task(layers.to_raw(under, taken.variant.upper, upper))
+                secrets_ = [value.encode() for value in taken.env.values()]
                 both.create_task(
-                    asyncio.to_thread(merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT)
+                    asyncio.to_thread(merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT, secrets_)
                 )
             upper.chmod(0o444)
             key = secrets.token_hex(16)

@@ -272,8 +272,10 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         machine = await node.driver.boot(spec, placement)
         node.store.change(row, record=machine.record.to_json())
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
+        # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
+        boot_id = await creation.identify(agent, row.id, {})
         await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
-        boot_id = await creation.identify(agent, row.id, {**variant.environment, **env})
+        await agent.set_env({**variant.environment, **env})
         await bounds.in_guest(agent, bounds.Bounds.of(row.limits))
     except BaseException as error:
         if machine is not None:

@@ -360,6 +360,8 @@ NODE = TemplateSpec(
                 argv=(
                     "/usr/local/bin/node",
                     "--expose-internals",
+                    "--no-flush-bytecode",
+                    "--no-memory-reducer",
                     "--disable-warning=ExperimentalWarning",
                     f"{NODE_DIRECTORY}/service.js",
                     "--socket",

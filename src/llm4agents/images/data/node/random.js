@@ -24,6 +24,8 @@ function reseed(generation) {
     if (error.code !== 'ERR_DLOPEN_FAILED' || require('node:fs').existsSync(RESEED)) throw error;
   }
   Atomics.add(generation, 0, 1);
+  // Of realms and threads that are made from now on.
+  v8.setFlagsFromString(`--random-seed=${1 + (crypto.randomBytes(4).readUInt32LE() >>> 2)}`);
 }
 
 // In the thread that runs cells.
@@ -40,7 +42,6 @@ function install(generation) {
     at = POOL;
     for (let i = 0; i < UUIDS_KEPT; i += 1) randomUUID();
     for (let i = 0; i < INTS_KEPT; i += 1) randomInt(2);
-    v8.setFlagsFromString(`--random-seed=${1 + randomInt(0x7ffffffe)}`);
   }
 
   const patched = {
@@ -71,7 +72,6 @@ function install(generation) {
   set(crypto, 'randomInt');
   set(Object.getPrototypeOf(crypto.webcrypto), 'randomUUID');
   syncBuiltinESMExports();
-  return fresh;
 }
 
 module.exports = { reseed, install };

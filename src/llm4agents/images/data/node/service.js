@@ -43,12 +43,15 @@ class WorkerProcess {
     const stdio = ['ignore', 'pipe', 'pipe', 'pipe', 'pipe', 'pipe'];
     // A process group of its own: what a cell starts is interrupted and ended with it.
     const script = path.join(__dirname, 'worker.js');
-    const argv = ['--disable-warning=ExperimentalWarning', script];
+    // Compiled functions are kept: they are what a warm-up is for. And no collecting while idle: a clone that wakes
+    // up long after it was frozen would begin with that.
+    const argv = ['--no-flush-bytecode', '--no-memory-reducer', '--disable-warning=ExperimentalWarning', script];
     this.child = spawn(process.execPath, argv, { cwd: options.cwd, stdio, detached: true });
     const [, out, err, commands, events, watch] = this.child.stdio;
     this.commands = commands;
     this.watch = watch;
     this.context = null;
+    this.used = false; // by a cell that is not of the warm-up
     this.decoders = RAW.map(() => new StringDecoder('utf8'));
     this.raw = [out, err];
     this.events = events;
@@ -69,6 +72,9 @@ class WorkerProcess {
     this.child.once('exit', (code, signal) => this.gone(code, signal));
     this.ended = false;
     this.waiting = [];
+    this.ready = new Promise((resolve) => {
+      this.isReady = resolve;
+    });
     workers.add(this);
   }
 
@@ -83,7 +89,7 @@ class WorkerProcess {
   heard(body) {
     // The last event of a cell is small; only those need to be looked into.
     const event = body.length < 256 ? JSON.parse(body) : null;
-    if (event?.type === 'ready') return;
+    if (event?.type === 'ready') return this.isReady();
     if (event?.type === 'end') {
       this.drain();
       this.context?.finished(event);
@@ -202,6 +208,7 @@ class Context {
       this.worker.context = this;
     }
     if (timeout > 0) this.later(cell, timeout * 1000, () => this.interrupt('timeout'));
+    this.worker.used ||= !warm;
     this.worker.send({ code: text, count: this.count, cwd, env, warm });
   }
 
@@ -398,8 +405,9 @@ function ask(request) {
 
 async function main() {
   process.on(RESTORED, () => {
-    // The machine is a copy now. An idle worker sees that itself before its next cell.
-    for (const worker of workers) worker.tell({ op: 'reseed' });
+    // The machine is a copy now. An idle worker sees that itself before its next cell, and what has run nothing of
+    // a user's draws nothing: in software emulation this is on the way to a clone's first answer.
+    for (const worker of workers) if (worker.used) worker.tell({ op: 'reseed' });
   });
   process.on('SIGINT', () => {});
   process.on('SIGTERM', () => {
@@ -412,6 +420,8 @@ async function main() {
   await listen(`${options.socket}.control`);
   const problems = options.warm ? await warm(options.warm) : [];
   keepSpare();
+  // Nothing may be under way in a machine that is frozen now: it would go on in every clone.
+  await Promise.all([...workers].map((worker) => worker.ready));
   await ask({ op: 'ping' });
   if (options.ready) {
     fs.writeFileSync(`${options.ready}.tmp`, JSON.stringify({ problems }));

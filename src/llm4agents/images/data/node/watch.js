@@ -57,3 +57,4 @@ const reader = new Reader(65536, (body) => {
 });
 const service = new net.Socket({ fd: FD, readable: true, writable: true });
 service.on('data', (data) => reader.feed(data));
+parentPort.postMessage(0); // up

@@ -28,7 +28,7 @@ const shared = new SharedArrayBuffer(12);
 const generation = new Int32Array(shared, 0, 1); // of random state
 const cause = new Int32Array(shared, 4, 1); // why watch.js ends a cell: an index of CAUSES
 const answered = new Int32Array(shared, 8, 1); // the cell that watch.js asked to be ended, once it is
-const fresh = random.install(generation);
+random.install(generation);
 const session = new inspector.Session();
 session.connect();
 let bootId = readBootId();
@@ -63,11 +63,10 @@ function run({ code, count, cwd, env, warm }) {
   const cell = { count, restore: null };
   running = cell;
   const id = readBootId();
-  if (id !== bootId) {
+  if (id !== bootId || warm) {
     bootId = id;
     random.reseed(generation);
   }
-  fresh();
   try {
     if (cwd) process.chdir(cwd);
     cell.restore = environment(env ?? {});
@@ -219,9 +218,9 @@ process.on('exit', () => session.disconnect()); // else its open calls are answe
 
 const watcher = new Worker(path.join(__dirname, 'watch.js'), { workerData: { generation, cause, answered }, stdout: true, stderr: true });
 watcher.on('message', (count) => {
+  if (count === 0) return say({ type: 'ready' });
   Atomics.store(answered, 0, count);
   if (running !== null && running.count === count) end(running, 'interrupted');
 });
-watcher.once('online', () => say({ type: 'ready' }));
 const commands = new Reader(2 * REQUEST_BYTES_MAX, (body) => run(JSON.parse(body)));
 new net.Socket({ fd: COMMANDS_FD, readable: true, writable: false }).on('data', (data) => commands.feed(data));

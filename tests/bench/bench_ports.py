@@ -11,13 +11,14 @@ connections. `rps_ratios` has it for one connection too, which measures the way'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-
-import httpcore
+from collections.abc import AsyncIterator
 
 from llm4agents import AsyncSandbox
 from llm4agents.config import settings
+from llm4agents.guest.verbs import Agent
 from tests.bench.common import Bare, finish, percentile
 
 SIZE = 64 << 20
@@ -100,78 +101,90 @@ began = time.perf_counter()
 run(requests)
 print(requests / (time.perf_counter() - began))
 """
+# Bytes a second of one answer's body.
+DOWNLOAD = """
+import socket, sys, time
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+buffer = bytearray(1 << 20)
+began = time.perf_counter()
+sock.sendall(f"GET {sys.argv[2]} HTTP/1.1\\r\\nhost: localhost\\r\\n\\r\\n".encode())
+head = b""
+while b"\\r\\n\\r\\n" not in head:
+    head += sock.recv(65536)
+size = int(sys.argv[3])
+seen = len(head) - head.index(b"\\r\\n\\r\\n") - 4
+while seen < size:
+    count = sock.recv_into(buffer)
+    assert count, "cut"
+    seen += count
+assert seen == size
+print(size / (time.perf_counter() - began))
+"""
 PORTS = {"tiny": 8000, "http_server": 8001}
 
 
-async def raw() -> dict[str, list[float]]:
-    """Bytes a second of the channel alone: from the server's port, and from a file in the guest's memory."""
-    bare = Bare()
+@contextlib.asynccontextmanager
+async def channel(bare: Bare) -> AsyncIterator[Agent]:
+    """A bare clone with the server on 8000 and a file in its memory."""
     variant, snapshot = await bare.template("python")
-    found: dict[str, list[float]] = {"connect": [], "read": []}
     async with bare.clone(variant, snapshot) as (agent, _, _machine):
         await bare.wake(agent, variant)
         await agent.write("/home/user/tiny.py", TINY.encode())
-        fill = await agent.exec(["head", "-c", str(SIZE), "/dev/zero"], user="root")
-        await fill.wait()
         made = await agent.exec(["sh", "-c", f"head -c {SIZE} /dev/zero > /dev/shm/file"], user="root")
         assert (await made.wait()).exit_code == 0
-        server = await agent.exec(["python3", "/home/user/tiny.py", "8000"])
-        while True:
-            try:
-                (await agent.connect(8000)).close()
-                break
-            except OSError:
-                await asyncio.sleep(0.05)
-        for _ in range(DOWNLOADS):
-            began, seen = time.perf_counter(), 0
-            async with await agent.connect(8000, first=b"GET /large HTTP/1.1\r\n\r\n") as sock:
-                while seen < SIZE:
-                    seen += len(await sock.read())
-            found["connect"].append(SIZE / (time.perf_counter() - began))
-            began, seen = time.perf_counter(), 0
-            async with await agent.read("/dev/shm/file", user="root") as file:
-                async for chunk in file:
-                    seen += len(chunk)
-            assert seen == SIZE
-            found["read"].append(SIZE / (time.perf_counter() - began))
-        server.cancel()
-    await bare.driver.close()
-    return found
+        async with await agent.exec(["python3", "/home/user/tiny.py", "8000"]):
+            while True:
+                try:
+                    (await agent.connect(8000)).close()
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+            yield agent
 
 
-async def through(sandbox: AsyncSandbox, pool: httpcore.AsyncConnectionPool, port: int, path: str) -> int:
-    url = f"http://local/v1/sandboxes/{sandbox.id}/ports/{port}{path}"
-    seen = 0
-    async with pool.stream("GET", url) as answer:
-        assert answer.status == 200
-        async for chunk in answer.aiter_stream():
+async def connected(agent: Agent) -> float:
+    """Bytes a second from the server's port over the channel alone."""
+    began, seen = time.perf_counter(), 0
+    async with await agent.connect(8000, first=b"GET /large HTTP/1.1\r\n\r\n") as sock:
+        while seen < SIZE:
+            seen += len(await sock.read())
+    return SIZE / (time.perf_counter() - began)
+
+
+async def read(agent: Agent) -> float:
+    began, seen = time.perf_counter(), 0
+    async with await agent.read("/dev/shm/file", user="root") as file:
+        async for chunk in file:
             seen += len(chunk)
-    return seen
+    assert seen == SIZE
+    return SIZE / (time.perf_counter() - began)
 
 
-async def outside(path: str, wish: list[str]) -> float:
-    """The client's figure from this side of the proxy."""
-    command = ["-c", CLIENT, str(settings().socket_path), path, *wish]
-    client = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
-    said, _ = await client.communicate()
-    assert client.returncode == 0
+async def client(code: str, *arguments: str) -> float:
+    """What a client on this side of the proxy prints."""
+    command = ["-c", code, str(settings().socket_path), *arguments]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert process.returncode == 0
     return float(said)
 
 
-async def product() -> tuple[list[float], dict[str, dict[str, list[float]]]]:
-    downloads: list[float] = []
+async def measure() -> None:
+    bare = Bare()
+    speed: dict[str, list[float]] = {"connect": [], "read": [], "proxied": []}
     rates: dict[str, dict[str, list[float]]] = {}
-    pool = httpcore.AsyncConnectionPool(uds=str(settings().socket_path))
-    async with await AsyncSandbox.create("python") as sandbox, pool:
+    async with channel(bare) as agent, await AsyncSandbox.create("python") as sandbox:
         await sandbox.files.write("client.py", CLIENT)
         for name, code in (("tiny", TINY), ("http_server", STANDARD)):
             await sandbox.files.write(f"{name}.py", code)
             await sandbox.processes.start(["python3", f"{name}.py", str(PORTS[name])])
             await sandbox.ports.wait(PORTS[name])
-        for _ in range(DOWNLOADS):
-            began = time.perf_counter()
-            assert await through(sandbox, pool, PORTS["tiny"], "/large") == SIZE
-            downloads.append(SIZE / (time.perf_counter() - began))
+        prefix = f"/v1/sandboxes/{sandbox.id}/ports"
+        for _ in range(DOWNLOADS):  # by turns, since the machine may be busier at one time than at another
+            speed["connect"].append(await connected(agent))
+            speed["proxied"].append(await client(DOWNLOAD, f"{prefix}/{PORTS['tiny']}/large", str(SIZE)))
+            speed["read"].append(await read(agent))
         print("downloads done", file=sys.stderr)
         for name, port in PORTS.items():
             for connections in (CONNECTIONS, 1):
@@ -181,17 +194,13 @@ async def product() -> tuple[list[float], dict[str, dict[str, list[float]]]]:
                 for _ in range(ROUNDS):
                     done = await sandbox.exec(["python3", "client.py", str(port), "/", *wish])
                     found["inside"].append(float(done.check().stdout))
-                    path = f"/v1/sandboxes/{sandbox.id}/ports/{port}/"
-                    found["proxied"].append(await outside(path, wish))
-    return downloads, rates
+                    found["proxied"].append(await client(CLIENT, f"{prefix}/{port}/", *wish))
+    await bare.driver.close()
+    report(speed, rates)
 
 
-async def measure() -> None:
-    channel = await raw()
-    print("raw done", file=sys.stderr)
-    downloads, rates = await product()
-    mib = {name: round(percentile(values, 50) / 2**20, 1) for name, values in channel.items()}
-    mib["proxied"] = round(percentile(downloads, 50) / 2**20, 1)
+def report(speed: dict[str, list[float]], rates: dict[str, dict[str, list[float]]]) -> None:
+    mib = {name: round(percentile(values, 50) / 2**20, 1) for name, values in speed.items()}
     rps = {
         name: {where: round(percentile(values, 50), 1) for where, values in found.items()}
         for name, found in rates.items()

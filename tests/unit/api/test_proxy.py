@@ -285,8 +285,10 @@ def test_a_client_that_leaves_ends_the_guests_side() -> None:
 
         async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            await reader.read()
-            ended.set()
+            try:
+                await reader.read()
+            finally:
+                ended.set()  # by an end or a reset
 
         port = await bench.listen(handler)
         _, writer = await bench.raw()

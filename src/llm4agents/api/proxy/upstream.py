@@ -16,6 +16,8 @@ from llm4agents import limits
 from llm4agents.engine.dialing import Agent, Dialer, GuestSocket
 from llm4agents.errors import GuestError, PortError
 
+_TOGETHER_BYTES_MAX = 262_144
+
 
 @dataclass(slots=True)
 class Connection:
@@ -34,8 +36,18 @@ class Connection:
         """The next event of h11. Raises h11.RemoteProtocolError, or what ended the connection."""
         assert self.socket is not None
         while (event := self.protocol.next_event()) is h11.NEED_DATA:
-            self.protocol.receive_data(await self.socket.read())
+            self.protocol.receive_data(await self._arrived())
         return event
+
+    async def _arrived(self) -> bytes:
+        """The next bytes, with what else has come already: each piece costs several calls on its way."""
+        assert self.socket is not None
+        pieces = [await self.socket.read()]
+        size = len(pieces[0])
+        while self.socket.has_arrived() and size < _TOGETHER_BYTES_MAX:
+            pieces.append(await self.socket.read())
+            size += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def at_hand(self) -> Any:
         """The next event that needs no more bytes from the guest, or None."""

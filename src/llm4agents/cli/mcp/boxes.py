@@ -84,8 +84,8 @@ class Boxes:
         assert wanted is not None
         if wanted not in self._handles:
             found = await AsyncSandbox.connect(wanted)
-            self._handles.setdefault(found.id, found)
-            return found
+            if self._handles.setdefault(wanted, found) is not found:
+                await found.close()  # another call was faster
         return self._handles[wanted]
 
     async def _ended(self, sandbox: AsyncSandbox) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from llm4agents import AsyncSandbox
 from llm4agents.errors import LLM4AgentsError, SandboxDiedError, SandboxNotFoundError
+from llm4agents.vmm import shim
 from tests.support import Node
 
 ALIVE_MAX = 2
@@ -55,6 +56,7 @@ class Storm:
         self.outcome = Outcome()
         self._over = asyncio.Event()
         self._line = 0
+        self._known: list[str] = []
 
     async def run(self) -> Outcome:
         ledgers: list[list[Ledger]] = [[] for _ in range(self.clients)]
@@ -108,7 +110,9 @@ class Storm:
         return self.random.choices([act for act, _ in acts], [weight for _, weight in acts])[0]
 
     async def _create(self, mine: list[Ledger]) -> None:
-        mine.append(Ledger(await AsyncSandbox.create("base", timeout=900)))
+        made = await AsyncSandbox.create("base", memory_mib=256, timeout=900)
+        self._known.append(made.id)
+        mine.append(Ledger(made))
 
     async def _write(self, mine: list[Ledger]) -> None:
         ledger = self.random.choice(mine)
@@ -136,6 +140,7 @@ class Storm:
         parent = self.random.choice(mine)
         written, perhaps = list(parent.written), set(parent.perhaps)
         (child,) = await parent.handle.fork(1)
+        self._known.append(child.id)
         mine.append(Ledger(child, written, perhaps))
 
     async def _kill(self, mine: list[Ledger]) -> None:
@@ -169,14 +174,17 @@ class Storm:
     async def _leave_nothing(self) -> None:
         infos = await AsyncSandbox.list()
         alive = [info for info in infos if info.state not in ("killed", "failed")]
-        self.outcome.lost += [f"{i.id}: {i.reason}" for i in infos if i.state == "failed"]
+        # One whose create nobody was told of is nobody's loss.
+        known = set(self._known)
+        self.outcome.lost += [f"{i.id}: {i.reason}" for i in infos if i.state == "failed" and i.id in known]
         running = {info.id for info in alive if info.state == "running"}
         self.outcome.broken += [
             f"{info.id} is {info.state}" for info in alive if info.state not in ("running", "paused")
         ]
         machines = self.node.machines()
         self.outcome.orphans += [f"a machine of {name}" for name in machines if name not in running]
-        self.outcome.doubled += [name for name, count in Counter(machines).items() if count > 1]
+        shims = Counter(path.name for path in shim.running(self.node.run / "vm").values())
+        self.outcome.doubled += [name for name, count in shims.items() if count > 1]
         self.outcome.lost += [f"{name} has no machine" for name in running if name not in machines]
         for info in alive:
             await (await AsyncSandbox.connect(info.id)).kill()

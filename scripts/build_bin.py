@@ -20,9 +20,11 @@ def main() -> None:
     dest = binaries.build_dir(ROOT)
     names = (binaries.AGENT, binaries.SHIM)
     if not all((dest / name).exists() for name in names):
+        # Of this build alone: cargo goes by times of files, and a copied cache or an older checkout has taken it in.
+        work = settings().cache / "build" / f"cargo-{dest.name}-{os.getpid()}"
         env = {
             **os.environ,
-            "CARGO_TARGET_DIR": str(settings().cache / "build" / "cargo"),
+            "CARGO_TARGET_DIR": str(work),
             # Static glibc: the guest's image may hold no libc at all, the host's an older one.
             "RUSTFLAGS": "-C target-feature=+crt-static -C relocation-model=static",
         }
@@ -52,6 +54,7 @@ def main() -> None:
         if dest.exists():
             shutil.rmtree(dest)
         staging.rename(dest)
+        shutil.rmtree(work, ignore_errors=True)
     print(dest)
 
 

@@ -158,9 +158,14 @@ class Engine(Acts):
     async def _stop_one(self, live: Live) -> None:
         """A sandbox that wants to be paused at its time is paused when its server stops, the others end."""
         if live.row.on_timeout == "pause":
-            with contextlib.suppress(LLM4AgentsError):
+            try:
                 await self.pause(live.row.id, "server stopped")
-                return
+            except LLM4AgentsError as error:
+                # It is not ended for that: its keeper stops it at its time, and the next server pauses it.
+                log.warning("left_running", sandbox=live.row.id, error=error.message)
+                if not live.ending:
+                    await self._leave(live)
+            return
         await self.kill(live.row.id, "server stopped")
 
     async def _leave(self, live: Live) -> None:
@@ -297,6 +302,13 @@ class Engine(Acts):
     async def kill(self, sandbox: str, reason: str = "killed by request") -> SandboxRow:
         """End a sandbox, running or paused; one that has ended stays as it is. Raises SandboxNotFoundError."""
         self.get(sandbox)
+        live, lock = self._live.get(sandbox), self._moving.get(sandbox)
+        if live is not None and lock is not None and lock.locked() and not live.ending:
+            # What is being done to it may wait for a guest that does not answer; without its machine it does not.
+            with contextlib.suppress(CapacityError):
+                self.store.change(live.row, ending=reason)
+            with contextlib.suppress(LLM4AgentsError):
+                await live.machine.stop()
         async with self._alone(sandbox):
             live = self._live.get(sandbox)
             if live is None:
@@ -377,8 +389,8 @@ class Engine(Acts):
     async def _watch_machine(self, live: Live) -> None:
         ended = await live.machine.wait()
         if not live.ending:
-            killed = ended.reason == "deadline"
-            words = "deadline" if killed else f"the machine {contact.exit_words(ended)}"
+            killed = ended.reason == "deadline" or live.row.ending is not None
+            words = live.row.ending or ("deadline" if killed else f"the machine {contact.exit_words(ended)}")
             await self._end(live, "killed" if killed else "failed", words)
 
     async def _watch_session(self, live: Live) -> None:

@@ -28,6 +28,7 @@ from llm4agents.errors import (
     CapacityError,
     CorruptSnapshotError,
     LLM4AgentsError,
+    SandboxDiedError,
     SandboxPausedError,
     VersionMismatchError,
 )
@@ -102,6 +103,8 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
                 both.create_task(asyncio.to_thread(_fsync, top))
             frozen = writing.result()
             durable = time.perf_counter()
+            if live.ending:
+                raise live.end_error or SandboxDiedError(f"{row.id} ended while it was being paused")
             # From here on there is a pause, and no way back.
             live.ending = True
             live.end_error = SandboxPausedError(

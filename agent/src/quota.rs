@@ -2,7 +2,7 @@
 //! undo; this makes the bound a full disk for everybody else, instead of a write that fails.
 
 use crate::init;
-use crate::sys::{self, cvt};
+use crate::sys::cvt;
 use std::ffi::CStr;
 use std::fs;
 use std::io;

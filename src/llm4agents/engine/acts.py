@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -22,11 +22,18 @@ from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import Templates
-from llm4agents.errors import ConflictError, LLM4AgentsError, SandboxDiedError, ServerUnavailableError
+from llm4agents.errors import (
+    CapacityError,
+    ConflictError,
+    LLM4AgentsError,
+    SandboxDiedError,
+    ServerUnavailableError,
+)
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow, Store
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 PAUSE_AGAIN_S = 30.0
 """After a pause at a sandbox's time failed."""
@@ -48,6 +55,7 @@ class Acts(ABC):
     def __init__(self) -> None:
         self._moving: dict[str, asyncio.Lock] = {}
         self._photographing = 0
+        self._acts: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
     def get(self, sandbox: str) -> SandboxRow: ...
@@ -64,6 +72,21 @@ class Acts(ABC):
     @abstractmethod
     def _spawn(self, work: Any) -> None: ...
 
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """An act is done although whoever asked for it goes away: a resume broken off would cost the memory."""
+        task = asyncio.create_task(work)
+        self._acts.add(task)
+        task.add_done_callback(self._act_done)
+        return await asyncio.shield(task)
+
+    def _act_done(self, task: asyncio.Task[Any]) -> None:
+        self._acts.discard(task)
+        if not task.cancelled():
+            task.exception()  # is its caller's to tell, if there still is one
+
     async def access(self, sandbox: str) -> Live:
         """The running sandbox for a call about to be made; one that is paused is resumed first, if it may be.
 
@@ -79,6 +102,14 @@ class Acts(ABC):
             if (live := self._live.get(sandbox)) is not None:
                 return live
             row = self.get(sandbox)
+            if row.state in ("pausing", "resuming"):
+                self._settle()
+                if self.get(sandbox).state == row.state:
+                    raise CapacityError(
+                        f"{sandbox} is {row.state}, and the store cannot be written",
+                        hint="free space on the host",
+                    )
+                continue
             if row.state != "paused":
                 return self.live(sandbox)  # raises, and says why
             if not row.auto_resume:
@@ -93,6 +124,7 @@ class Acts(ABC):
         lock = self._moving.setdefault(sandbox, asyncio.Lock())
         try:
             async with lock:
+                self._settle()
                 yield
         finally:
             if not lock.locked() and self._moving.get(sandbox) is lock and sandbox not in self._live:
@@ -124,6 +156,9 @@ class Acts(ABC):
 
         Calls under way end with SandboxPausedError. Raises CapacityError when the disk has no room: it runs on.
         """
+        return await self._to_the_end(self._pause(sandbox, reason))
+
+    async def _pause(self, sandbox: str, reason: str) -> SandboxRow:
         async with self._alone(sandbox):
             if self.get(sandbox).state == "paused":
                 return self.get(sandbox)
@@ -131,7 +166,7 @@ class Acts(ABC):
             live = self.live(sandbox)
             with self._held(live):
                 try:
-                    await asyncio.shield(pausing.pause(self.node, live, reason))
+                    await pausing.pause(self.node, live, reason)
                 finally:
                     if live.row.state == "paused":
                         self._live.pop(sandbox, None)
@@ -165,6 +200,11 @@ class Acts(ABC):
         """
         if self._closing:
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        return await self._to_the_end(self._resume(sandbox, cold, idle_timeout_s, progress))
+
+    async def _resume(
+        self, sandbox: str, cold: bool, idle_timeout_s: float | None, progress: Progress
+    ) -> SandboxRow:
         async with self._alone(sandbox):
             row = self.get(sandbox)
             if (live := self._live.get(sandbox)) is None:
@@ -195,6 +235,11 @@ class Acts(ABC):
         """`count` sandboxes that are what this one is now, running or paused; it goes on. All of them or none."""
         if self._closing:
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        return await self._to_the_end(self._fork(sandbox, count, idle_timeout_s, metadata))
+
+    async def _fork(
+        self, sandbox: str, count: int, idle_timeout_s: float | None, metadata: Mapping[str, str] | None
+    ) -> list[SandboxRow]:
         async with self._photographed(sandbox, "fork") as (row, live):
             idents = [creation.new_id() for _ in range(count)]
             await self.admission.reserve_all(idents, row.memory_mib)
@@ -227,6 +272,9 @@ class Acts(ABC):
                 return await self.snapshot(sandbox, name, description)
             finally:
                 await self.pause(sandbox, row.reason or "paused by request")
+        return await self._to_the_end(self._snapshot(sandbox, name, description))
+
+    async def _snapshot(self, sandbox: str, name: str, description: str) -> Variant:
         async with self._photographed(sandbox, "snapshot") as (row, live):
             return await forking.snapshot(self.node, row, live, name, description)
 
@@ -243,6 +291,7 @@ class Acts(ABC):
                     yield row, live
         finally:
             self._photographing -= 1
+            self._sweep_layers()  # of one that failed, or whose sandbox ended meanwhile
 
     def set_timeout(
         self,
@@ -271,11 +320,18 @@ class Acts(ABC):
     def _set_timeout(self, live: Live, idle_timeout_s: float) -> None:
         self.store.change(live.row, idle_timeout_s=idle_timeout_s)
         live.last_used_s = clock.boottime_s()
-        live.watch_deadlines()
+        if live.gate is None:  # else its time is kept again when what is done to it is over
+            live.watch_deadlines()
 
     async def _at_deadline(self, live: Live, reason: str) -> None:
         if live.row.on_timeout != "pause":
-            await self._end(live, "killed", reason)
+            async with self._alone(live.row.id):
+                if self._live.get(live.row.id) is not live:
+                    return
+                if live.overdue:
+                    await self._end(live, "killed", reason)
+                else:  # an act or a call was before it
+                    live.watch_deadlines()
             return
         try:
             await self.pause(live.row.id, reason)

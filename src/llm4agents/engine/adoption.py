@@ -11,7 +11,7 @@ import signal
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, creation, deadlines, lifecycle, pausing, usage
+from llm4agents.engine import clock, contact, creation, deadlines, forking, lifecycle, pausing, usage
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
 from llm4agents.errors import LLM4AgentsError
@@ -56,13 +56,14 @@ async def _adopt(row: SandboxRow, node: Node) -> Live | None:
         node.places.remove_run(row.id)
         log.info("pause_finished", sandbox=row.id)
         return None
-    if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE:
+    half_booted = row.state == "resuming" and row.reason == "cold"  # its services were never started
+    if machine is not None and row.ending is None and row.state in lifecycle.ADOPTABLE and not half_booted:
         try:
             live = await _take_over(row, machine, node)
             log.info("adopted", sandbox=row.id)
             return live
-        except LLM4AgentsError as error:
-            why = f"could not be taken over: {error.message}"
+        except (LLM4AgentsError, OSError) as error:
+            why = f"could not be taken over: {error}"
     if machine is not None:
         await machine.stop()
     if row.ending is None and _paused_after_all(row, node):
@@ -73,6 +74,12 @@ async def _adopt(row: SandboxRow, node: Node) -> Live | None:
 
 
 async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
+    if row.state == "resuming" and node.places.pause(row.id).exists():
+        # It may have been about to run, and runs now: its pause is used up.
+        shutil.rmtree(node.places.used(row.id), ignore_errors=True)
+        node.places.pause(row.id).rename(node.places.used(row.id))
+    if row.disk is not None and await _never_switched(row, machine, node.places):
+        forking.unfreeze_disk(node, row)
     await machine.resume()  # one that stood still, for a full disk or an act that was not finished
     agent = await contact.greet(machine, timeout=GREET_TIMEOUT_S, dirty=True)
     env = node.places.env(row.id)
@@ -81,13 +88,23 @@ async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
         boot_id = await creation.identify(agent, row.id, {**variant.environment, **env})
         return pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
     await agent.thaw()
+    if env:  # a snapshot that was not finished had made it forget
+        variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
+        await agent.set_env({**variant.environment, **env})
+    for path in (node.places.pause(row.id), node.places.used(row.id)):
+        shutil.rmtree(path, ignore_errors=True)
     if row.state == "pausing":
-        shutil.rmtree(node.places.pause(row.id), ignore_errors=True)
         node.store.transition(row, "running", "its server died before the pause was whole", clock.stamp())
     live = node.live(row, machine, agent, env)
     live.last_used_s = _idle_since(row, node.places)
     live.watch_deadlines()
     return live
+
+
+async def _never_switched(row: SandboxRow, machine: Machine, places: Places) -> bool:
+    """Whether the machine still writes to what its row calls a layer: the fork's server died before it was told."""
+    writes_to = await machine.disk_inode("upper")
+    return writes_to is not None and writes_to != places.chain(row)[0].stat().st_ino
 
 
 def _paused_after_all(row: SandboxRow, node: Node) -> bool:

@@ -104,7 +104,15 @@ class Engine(Acts):
         self._creators: set[asyncio.Task[Any]] = set()
         self._unwritten: list[Callable[[], None]] = []
         self._closing = False
-        self.node = Node(self.driver, store, self.places, self.templates, self._on_deadline, self._free_bytes)
+        self.node = Node(
+            self.driver,
+            store,
+            self.places,
+            self.templates,
+            self._on_deadline,
+            self._free_bytes,
+            self._unwritten.append,
+        )
         self.templates.users_of = store.lying_on
         self._keeper = Keeper(store, self._expire)
 
@@ -144,6 +152,8 @@ class Engine(Acts):
         while self._creators:
             await asyncio.wait(self._creators)
         await self.pool.close()
+        while self._acts:  # what they make is ended, paused or left below
+            await asyncio.wait(self._acts)
         if keep:
             await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
         else:

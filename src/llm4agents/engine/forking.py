@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import filecmp
 import os
 import secrets
 import shutil
@@ -23,8 +24,8 @@ from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import TOP, Chain, Node, chain_of, new_layer, new_top
 from llm4agents.engine.parts import Variant
-from llm4agents.engine.pausing import standing_still
-from llm4agents.errors import CapacityError, LLM4AgentsError, VersionMismatchError
+from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still
+from llm4agents.errors import CapacityError, LLM4AgentsError
 from llm4agents.images import disk, layers
 from llm4agents.store import SandboxRow
 from llm4agents.vmm.base import Snapshot
@@ -52,12 +53,9 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
     variant, base = await node.templates.by_key(row.template, row.template_key)
     env = node.places.env(row.id)
     if live is None:
-        if not (row.pause or {}).get("memory"):
-            raise VersionMismatchError(
-                f"the memory of {row.id} cannot be used", hint="resume it with --cold, then fork it"
-            )
-        diff = snapshots.load(node.places.pause(row.id))
-        yield Photograph(variant, base, diff, _freeze_disk(node, row), env, 0.0)
+        with cold_helps():
+            diff = frozen_of(node, row)
+            yield Photograph(variant, base, diff, _freeze_disk(node, row), env, 0.0)
         return
     if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:
         raise CapacityError(f"{row.id} cannot be photographed: the host's disk is full", hint="free space")
@@ -70,7 +68,12 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
             under = _freeze_disk(node, row)
             top, below = node.places.chain(row)
             # Under the new top, and not under the name the old one had: that is gone.
-            await live.machine.switch_disk("upper", variant.disks(top, below)[1])
+            try:
+                await live.machine.switch_disk("upper", variant.disks(top, below)[1])
+            except LLM4AgentsError:
+                if not live.ending:
+                    unfreeze_disk(node, row)
+                raise
             stopped = (time.perf_counter() - began) * 1000
         diff = await checkpoint.durable(sync=False)
         yield Photograph(variant, base, diff, under, env, round(stopped, 1))
@@ -88,12 +91,24 @@ def _freeze_disk(node: Node, row: SandboxRow) -> tuple[str, ...]:
     places.layers.mkdir(mode=0o700, exist_ok=True)
     old = places.disk(row.id, chain.top)
     variant_empty = node.templates.empty_overlay(row.template, row.template_key)
+    if row.state == "paused" and chain.layers and filecmp.cmp(old, variant_empty, shallow=False):
+        return chain.layers  # forked before, and not run since: there is nothing on it
     layers.new_overlay(variant_empty, places.disk(row.id, top))
     os.link(old, places.layer(layer))
     frozen = chain.over(layer, top)
     node.store.change(row, disk=frozen.to_json())
     old.unlink()
     return frozen.layers
+
+
+def unfreeze_disk(node: Node, row: SandboxRow) -> None:
+    """Undo `_freeze_disk` for a machine that never heard of it, and still writes to what is a layer by name: it is the
+    top again. Nothing else lies on that layer yet."""
+    places, chain = node.places, chain_of(row)
+    back = Chain(new_top(), chain.layers[1:])
+    os.link(places.layer(chain.layers[0]), places.disk(row.id, back.top))
+    node.store.change(row, disk=back.to_json())
+    places.disk(row.id, chain.top).unlink(missing_ok=True)  # the layer's name goes with the next sweep
 
 
 async def fork(
@@ -212,6 +227,8 @@ async def snapshot(
     node.templates.check_free(name)
     cache = node.templates.cache
     async with _without_env(node, row, live), photograph(node, row, live) as taken:
+        if live is None:  # a fork's machines check what they load; here nobody else would
+            await asyncio.to_thread(snapshots.load_diff, taken.diff.path)
         with cache.tmpdir() as tmp:
             built = tmp / "variant"
             built.mkdir(mode=0o755)

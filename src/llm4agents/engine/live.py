@@ -66,6 +66,8 @@ class Live:
     _timer: asyncio.TimerHandle | None = None
     _sync: asyncio.TimerHandle | None = None
     _syncing: asyncio.Task[None] | None = None
+    _watching: bool = True
+    """Not while it stands still for a pause or a photograph: calls that end meanwhile move no deadline."""
 
     # -- use ----------------------------------------------------------------------------------------------
 
@@ -151,6 +153,7 @@ class Live:
 
     def watch_deadlines(self) -> None:
         """Begin to keep its time. Also after `row.idle_timeout_s` has changed."""
+        self._watching = True
         self._arm()
         self._schedule_sync(now=True)
 
@@ -179,7 +182,7 @@ class Live:
             self.on_deadline(self, reason)
 
     def _schedule_sync(self, *, now: bool = False) -> None:
-        if self.ending:
+        if self.ending or not self._watching:
             return
         if now and self._sync is not None:
             self._sync.cancel()
@@ -198,14 +201,19 @@ class Live:
         with contextlib.suppress(LLM4AgentsError, OSError):  # it ended meanwhile, or the disk is full
             await self.write_deadline()
 
-    async def write_deadline(self) -> None:
-        """Tell the shim when its time is up, as of now."""
-        wait, _ = self._deadline()
+    @property
+    def overdue(self) -> bool:
+        return self._deadline()[0] <= 0
+
+    async def write_deadline(self, *, at_least_s: float = 0.0) -> None:
+        """Tell the shim when its time is up, as of now, or `at_least_s` from now if that is later."""
+        wait = max(self._deadline()[0], at_least_s)
         # One that is to be paused is only stopped by its keeper when no server lives: the next one pauses it.
         act: Literal["stop", "kill"] = "stop" if self.row.on_timeout == "pause" else "kill"
         await self.machine.set_deadline(clock.wall_s() + wait, act=act)
 
     def stop_watching(self) -> None:
+        self._watching = False
         for handle in (self._timer, self._sync):
             if handle is not None:
                 handle.cancel()

@@ -127,6 +127,8 @@ class Node:
     templates: Templates
     on_deadline: Callable[[Live, str], None]
     free_bytes: Callable[[], int]
+    later: Callable[[Callable[[], None]], None]
+    """For a write of the store that its full disk refused: done as soon as there is room."""
 
     def live(self, row: SandboxRow, machine: object, agent: object, env: Mapping[str, str]) -> Live:
         return Live(row, machine, agent, self.on_deadline, self.free_bytes, env=dict(env))  # type: ignore[arg-type]

@@ -12,9 +12,11 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -26,22 +28,26 @@ from llm4agents.engine.node import Node, chain_of, new_top
 from llm4agents.engine.templates import warm_up
 from llm4agents.errors import (
     CapacityError,
+    ConflictError,
+    ConnectionLostError,
     CorruptSnapshotError,
     LLM4AgentsError,
+    ProtocolError,
     SandboxDiedError,
     SandboxPausedError,
     VersionMismatchError,
+    VmmError,
 )
 from llm4agents.images import layers
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
-from llm4agents.vmm.base import Machine, MachineSpec, Placement
+from llm4agents.vmm.base import Machine, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.qemu import snapshot as snapshots
 
 log = structlog.get_logger()
 
 PAUSE_GRACE_S = 120.0
-"""The deadline of a machine while it is paused or photographed, should the server die in it."""
+"""What a machine is left at least while it is paused or photographed, should the server die in it."""
 COLD = "its memory cannot be used any more"
 
 
@@ -49,11 +55,13 @@ COLD = "its memory cannot be used any more"
 async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
     """Within it nothing of the guest moves: processes and (`sync`) file systems frozen, channel silent, vCPUs stopped.
 
-    At the end the guest goes on, unless its machine has been ended. Calls under way feel a delay.
+    At the end the guest goes on, unless its machine has been ended (SandboxDiedError, with how). Calls under way feel
+    a delay.
     """
-    await live.machine.set_deadline(clock.wall_s() + PAUSE_GRACE_S)
     live.stop_watching()
     try:
+        # Later than its own time if need be, never before.
+        await live.write_deadline(at_least_s=PAUSE_GRACE_S)
         # An agent from before file systems were frozen only syncs them.
         whole = sync and "fsfreeze" in live.agent.session.hello.capabilities
         await live.agent.freeze(sync=sync, fs=whole)
@@ -61,6 +69,10 @@ async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
         await live.machine.pause()
         await live.machine.flush_disks()
         yield
+    except (VmmError, ConnectionLostError, ProtocolError, ConflictError) as error:
+        if live.ending:
+            raise live.end_error or error from error
+        raise await contact.died(live.machine, error, live.row.id) from error
     finally:
         if not live.ending:
             await asyncio.shield(_go_on(live))
@@ -97,11 +109,7 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
         async with standing_still(live, sync=True):
             checkpoint = await live.machine.checkpoint(directory, base=base)
             copied = time.perf_counter()
-            top, _ = places.chain(row)
-            async with asyncio.TaskGroup() as both:
-                writing = both.create_task(checkpoint.durable())
-                both.create_task(asyncio.to_thread(_fsync, top))
-            frozen = writing.result()
+            frozen = await checkpoint.durable(also=asyncio.to_thread(_disk_durable, node, row))
             durable = time.perf_counter()
             if live.ending:
                 raise live.end_error or SandboxDiedError(f"{row.id} ended while it was being paused")
@@ -115,9 +123,7 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
         why = _words(error)
         if not live.ending:
             log.warning("pause_failed", sandbox=row.id, error=why)
-            node.store.transition(row, "running", f"pause failed: {why}"[:300], clock.stamp())
-        if isinstance(error, ExceptionGroup):
-            raise error.exceptions[0] from error
+            moved(node, row, "running", f"pause failed: {why}"[:300])
         raise
     with contextlib.suppress(LLM4AgentsError):
         await asyncio.shield(live.machine.stop())
@@ -127,17 +133,70 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
         "pause_ms": round((copied - began) * 1000, 1),
         "durable_ms": round((durable - began) * 1000, 1),
     }
-    body = {"pages_bytes": frozen.pages_bytes, "memory": True, "why_cold": None, **took}
+    body = {**_body(frozen), **took}
     node.store.transition(row, "paused", reason, now, paused_at=now.wall_s, record=None, pause=body)
     places.remove_run(row.id)
     log.info("paused", sandbox=row.id, reason=reason, bytes=frozen.pages_bytes, **took)
     return took
 
 
+def _body(frozen: Snapshot) -> dict[str, object]:
+    return {
+        "pages_bytes": frozen.pages_bytes,
+        "memory": True,
+        "why_cold": None,
+        "manifest": snapshots.manifest_digest(frozen.path),
+    }
+
+
+def frozen_of(node: Node, row: SandboxRow) -> Snapshot:
+    """The pause a row speaks of. Raises VersionMismatchError when its memory cannot be used, CorruptSnapshotError when
+    what lies on disk is not what was written (of its parts that is found out when they are read)."""
+    body, path = row.pause or {}, node.places.pause(row.id)
+    if not body.get("memory"):
+        raise VersionMismatchError(
+            f"the memory of {row.id} cannot be resumed: {body.get('why_cold') or COLD}"
+        )
+    found = snapshots.manifest_digest(path)
+    if found is None:
+        raise snapshots.corrupt(path / snapshots.MANIFEST, "it is gone")
+    if body.get("manifest", found) != found:
+        raise snapshots.corrupt(path / snapshots.MANIFEST, "its digest is not what was written down")
+    return snapshots.load(path)
+
+
+@contextlib.contextmanager
+def cold_helps() -> Iterator[None]:
+    """Errors of a pause's memory say what can be done about them."""
+    try:
+        yield
+    except (VersionMismatchError, CorruptSnapshotError) as error:
+        error.hint = "resume --cold boots its disk: files are kept, processes are not"
+        raise
+
+
+def moved(node: Node, row: SandboxRow, state: str, reason: str, **changes: Any) -> None:
+    """The transition that undoes an act. On a full disk it is written later and holds at once all the same."""
+    now = clock.stamp()
+    try:
+        node.store.transition(row, state, reason, now, **changes)
+    except CapacityError:
+        node.later(partial(node.store.transition, replace(row), state, reason, now, **changes))
+        for name, value in {**changes, "state": state, "reason": reason}.items():
+            setattr(row, name, value)
+
+
 def _words(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
     return error.message if isinstance(error, LLM4AgentsError) else f"{type(error).__name__}: {error}"
+
+
+def _disk_durable(node: Node, row: SandboxRow) -> None:
+    """All of a sandbox's disk, and which files it is. Blocks."""
+    top, under = node.places.chain(row)
+    for path in (top, *under, top.parent, *([node.places.layers] if under else [])):
+        _fsync(path)  # of a layer that has not changed since its last it costs nothing
+    if row.disk is not None:
+        node.store.checkpoint()
 
 
 def _fsync(path: Path) -> None:
@@ -155,7 +214,7 @@ def finished(node: Node, row: SandboxRow, reason: str | None) -> bool:
     except LLM4AgentsError:
         return False
     now = clock.stamp()
-    body = {"pages_bytes": frozen.pages_bytes, "memory": True, "why_cold": None}
+    body = _body(frozen)
     # Of a host that lost power the store may still say `running`: it ran until the pause was written at most.
     written = usage.evidence([node.places.pause(row.id) / "manifest.json"], now)
     ran_until = written if row.state == "running" else now
@@ -170,16 +229,15 @@ async def resume(node: Node, row: SandboxRow) -> Live:
 
     Raises VersionMismatchError (QEMU or host changed) and CorruptSnapshotError, both curable by `resume_cold`.
     """
-    if not (row.pause or {}).get("memory"):
-        why = (row.pause or {}).get("why_cold") or COLD
-        raise VersionMismatchError(
-            f"the memory of {row.id} cannot be resumed: {why}",
-            hint="resume --cold boots its disk: files are kept, processes are not",
-        )
+    with cold_helps():
+        return await _resume(node, row)
+
+
+async def _resume(node: Node, row: SandboxRow) -> Live:
     places = node.places
     directory, used = places.pause(row.id), places.used(row.id)
     variant, base = await node.templates.by_key(row.template, row.template_key)
-    frozen = snapshots.load(directory)
+    frozen = frozen_of(node, row)
     node.store.transition(row, "resuming", None, clock.stamp())
     ran = False
 
@@ -206,10 +264,6 @@ async def resume(node: Node, row: SandboxRow) -> Live:
         )
     except BaseException as error:
         back_to_paused(node, row, ran, _words(error))
-        if isinstance(error, VersionMismatchError | CorruptSnapshotError):
-            raise type(error)(
-                error.message, hint="resume --cold boots its disk: files are kept, processes are not"
-            ) from error
         raise
     return running(node, row, woken, env)
 
@@ -221,9 +275,7 @@ def back_to_paused(node: Node, row: SandboxRow, ran: bool, why: str) -> None:
         # Its guest may have written to the disk: memory and disk are no longer of one moment.
         body |= {"memory": False, "why_cold": f"a resume failed after it had begun to run ({why})"[:300]}
         shutil.rmtree(node.places.used(row.id), ignore_errors=True)
-    node.store.transition(
-        row, "paused", f"resume failed: {why}"[:300], clock.stamp(), record=None, pause=body
-    )
+    moved(node, row, "paused", f"resume failed: {why}"[:300], record=None, pause=body)
 
 
 def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[str, str]) -> Live:

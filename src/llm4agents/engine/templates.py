@@ -95,6 +95,8 @@ class Templates:
             return found
         wanted = spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
+        if rebuild and (found := self.ready(*shape)):
+            self._check_unused(name, [found[0].key])
         task = self._building.get(shape)
         listeners = self._listeners.setdefault(shape, [])
         listeners.append(progress)
@@ -134,11 +136,8 @@ class Templates:
             identity = self._driver.identity(machine, can)
             key = parts.variant_key(wanted, made_of, identity, vcpus, memory_mib)
             dest = self.cache.templates / wanted.name / "keys" / key
-            if rebuild and (users := self.users_of(key)):
-                raise ConflictError(
-                    f"{len(users)} sandboxes lie on {wanted.name} as it is: {', '.join(users[:5])}",
-                    hint="kill them first; what is paused needs the very template it was made from",
-                )
+            if rebuild:
+                self._check_unused(wanted.name, [key])
             async with self.cache.lock(f"template-{key}", progress):
                 found = None if rebuild else self._find(dest)
                 # The key says what it should be, the manifest what it is: only both together are loaded.
@@ -159,7 +158,9 @@ class Templates:
 
         Raises NotFoundError when it is gone, VersionMismatchError when its machine cannot be loaded here.
         """
-        found = next((ready for ready in self._ready.values() if ready[0].key == key), None)
+        # One removed by hand can be held here still; but what is paused now must come back later.
+        held = (ready for ready in self._ready.values() if ready[0].key == key)
+        found = next((ready for ready in held if (ready[0].path / parts.TEMPLATE).exists()), None)
         if found is None:
             found = self._find(self.cache.templates / name / "keys" / str(key)) if key else None
         if found is None:
@@ -400,6 +401,15 @@ class Templates:
                 found.append(parts.load(path, self.cache.blob))
         return found
 
+    def _check_unused(self, name: str, keys: builtins.list[str]) -> None:
+        users = sorted({user for key in keys for user in self.users_of(key)})
+        if users:
+            raise ConflictError(
+                f"{len(users)} sandboxes lie on {name}: {', '.join(users[:5])}{'…' if len(users) > 5 else ''}",
+                hint="kill them first; what is paused needs the very template it was made from",
+                sandboxes=users[:100],
+            )
+
     async def remove(self, name: str) -> None:
         """Remove every variant of a template. Its sandboxes live on. Raises TemplateNotFoundError."""
         directory = self.cache.templates / name
@@ -407,13 +417,7 @@ class Templates:
             raise TemplateNotFoundError(f"there is no template {name!r}", hint="llm4agents template ls")
         if any(shape[0] == name for shape in self._building):
             raise ConflictError(f"{name} is being built", hint="wait for it, or end the call that builds it")
-        users = sorted({user for path in directory.glob("keys/*") for user in self.users_of(path.name)})
-        if users:
-            raise ConflictError(
-                f"{len(users)} sandboxes lie on {name}: {', '.join(users[:5])}{'…' if len(users) > 5 else ''}",
-                hint="kill them first; what is paused needs its template to come back",
-                sandboxes=users[:100],
-            )
+        self._check_unused(name, [path.name for path in directory.glob("keys/*")])
         for shape in [shape for shape in self._ready if shape[0] == name]:
             _, snapshot = self._ready.pop(shape)
             await self._driver.release(snapshot.path)

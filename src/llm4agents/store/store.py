@@ -299,7 +299,12 @@ class Store:
         """Move the write-ahead log into the database. Fsyncs: for a thread, never for the event loop."""
         self._writes = 0
         with closing(sqlite3.connect(self.path, timeout=1.0)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.OperationalError as error:
+                raise CapacityError(
+                    f"the store {self.path} cannot be written: {error}", hint="is its disk full? free space"
+                ) from error
 
     # inside
 

@@ -10,7 +10,7 @@ any later server can adopt it from its `MachineRecord` alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -179,8 +179,10 @@ class Checkpoint(Protocol):
     @property
     def state_bytes(self) -> int: ...
 
-    async def durable(self, *, sync: bool = True) -> Snapshot:
+    async def durable(self, *, sync: bool = True, also: Awaitable[None] | None = None) -> Snapshot:
         """Digest and fsync every part, then write `manifest.json`. Raises CapacityError (directory removed).
+
+        `also` is done before the manifest is written: what else must be on disk for the snapshot to be one.
 
         Without `sync` it does not survive the host: for one that is used up at once.
         """
@@ -229,6 +231,9 @@ class Machine(Protocol):
         `overlay.path` is an empty qcow2 of the same size that the caller made; the file the slot had becomes its
         read-only backing, complete, and is not written to again.
         """
+
+    async def disk_inode(self, slot: str) -> int | None:
+        """The inode of the image the guest's `slot` is written to now; None when that cannot be told."""
 
     async def flush_disks(self) -> None:
         """Everything the guest has written is in the files (not fsynced)."""

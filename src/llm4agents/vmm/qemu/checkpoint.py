@@ -44,13 +44,13 @@ class QemuCheckpoint:
     def state_bytes(self) -> int:
         return self._frozen.state_bytes
 
-    async def durable(self, *, sync: bool = True) -> Snapshot:
+    async def durable(self, *, sync: bool = True, also: Awaitable[None] | None = None) -> Snapshot:
         try:
             # Each in a thread of its own: a digest is processor, an fsync is disk, and two of those are one commit.
             names = (snapshot.PAGES, snapshot.STATE)
             digests = [asyncio.to_thread(_digest, self.path / name) for name in names]
             syncs = [asyncio.to_thread(_sync, self.path / name) for name in names if sync]
-            found = await _all(*digests, *syncs)
+            found = await _all(*digests, *syncs, *([also] if also is not None else []))
             parts = {name: digest for name, digest in zip(names, found, strict=False) if digest is not None}
             self._frozen = replace(self._frozen, parts=parts)
             await asyncio.to_thread(_finish, self._frozen, sync)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from pathlib import Path
 from typing import Any, Protocol
 
 from llm4agents.errors import ConflictError, HostSetupError, InvalidRequestError, VmmError
@@ -52,6 +53,16 @@ async def switch(execute: Execute, slot: str, overlay: Disk) -> list[Given]:
             await execute("remove-fd", fdset_id=added["fdset-id"])
         raise
     return unused
+
+
+async def inode(execute: Execute, pid: int, slot: str) -> int | None:
+    """Of the image `slot` writes to, as the monitor `pid` has it open; None when it is a raw one or cannot be seen."""
+    fdset = await _fdset(execute, await _top(execute, slot))
+    for given in await _given(execute):
+        if given["fdset-id"] == fdset:
+            with contextlib.suppress(OSError):
+                return Path(f"/proc/{pid}/fd/{given['fd']}").stat().st_ino
+    return None
 
 
 async def _top(execute: Execute, slot: str) -> str:

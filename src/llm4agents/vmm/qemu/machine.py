@@ -396,6 +396,9 @@ class QemuMachine:
         await self._check_still("switch a disk of")
         self._unused += await disks.switch(self._command, slot, overlay)
 
+    async def disk_inode(self, slot: str) -> int | None:
+        return await disks.inode(self._command, self.record.vmm_pid, slot)
+
     async def flush_disks(self) -> None:
         running = (await self._command("query-status")).get("running")
         await self._command("stop")  # stopping, also again, writes out what QEMU holds of every image

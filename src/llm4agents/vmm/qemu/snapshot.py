@@ -106,6 +106,14 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
+def manifest_digest(path: Path) -> str | None:
+    """Hex SHA-256 of the manifest of the snapshot in `path`, None when there is none."""
+    try:
+        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 def load_diff(path: Path) -> Snapshot:
     """The diff in `path`, every byte of it checked. Blocks.
 

@@ -231,12 +231,14 @@ def test_a_tunnel_that_the_guest_ends_first() -> None:
 def test_a_tunnel_that_breaks() -> None:
     async def test(bench: Proxied) -> None:
         async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)  # sent when the tunnel is there: before, it would be one that never was
             sock = writer.get_extra_info("socket")
             sock.setsockopt(1, 13, struct.pack("ii", 1, 0))  # SO_LINGER: RST instead of FIN
             writer.transport.abort()
 
         port = await bench.listen(handler)
         async with _connect(bench, port, "/tcp") as connection:
+            await connection.send(b"x")
             with pytest.raises(ConnectionClosedError):
                 await connection.recv()
             assert connection.close_code == 1014

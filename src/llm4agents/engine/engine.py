@@ -25,7 +25,7 @@ from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
-from llm4agents.engine.keeping import Keeper
+from llm4agents.engine.keeping import Keeper, due
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
@@ -324,21 +324,29 @@ class Engine(Acts):
             if live is None:
                 row = self.get(sandbox)
                 if row.state == "paused":
-                    self.store.change(row, ending=reason)
-                    self.meter.ending(row)
-                    self.places.remove(sandbox)
-                    now = clock.stamp()
-                    self.store.transition(row, "killed", reason, now, ended_at=now.wall_s)
-                    self._sweep_layers()
+                    self._end_paused(row, reason)
                 return row
             await self._end(live, "killed", reason)
             return live.row
 
     async def _expire(self, sandbox: str) -> None:
         """The time a pause is kept for is over."""
-        row = self.store.get(sandbox)
-        if row is not None and row.state == "paused":
-            await self.kill(sandbox, f"kept paused for {row.keep_s:g} s")
+        async with self._alone(sandbox):  # one that is being resumed is not paused any more then
+            row = self.store.get(sandbox)
+            if row is not None and row.state == "paused" and due([row], clock.wall_s())[0]:
+                self._end_paused(row, f"kept paused for {row.keep_s:g} s")
+
+    def _end_paused(self, row: SandboxRow, reason: str) -> None:
+        with contextlib.suppress(CapacityError):  # a full disk holds up no kill: this is what frees it
+            self.store.change(row, ending=reason)
+        self.meter.ending(row)
+        self.places.remove(row.id)
+        now = clock.stamp()
+        self._unwritten.append(
+            partial(self.store.transition, row, "killed", reason, now, ended_at=now.wall_s)
+        )
+        self._settle()
+        self._sweep_layers()
 
     async def _end(self, live: Live, state: str, reason: str) -> None:
         if live.ending:

@@ -195,9 +195,10 @@ class AsyncTransport:
     async def _whole(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        response = await self._send(method, target, content, headers, wait_s)
-        async with AsyncByteStream(self, response, None) as stream:
-            return response.status, response.headers, await stream.read()
+        async with self:  # whoever lets go of the last handle meanwhile closes nothing under this call
+            response = await self._send(method, target, content, headers, wait_s)
+            async with AsyncByteStream(self, response, None) as stream:
+                return response.status, response.headers, await stream.read()
 
     async def _send(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None

@@ -196,9 +196,10 @@ class Transport:
     def _whole(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        response = self._send(method, target, content, headers, wait_s)
-        with ByteStream(self, response, None) as stream:
-            return response.status, response.headers, stream.read()
+        with self:  # whoever lets go of the last handle meanwhile closes nothing under this call
+            response = self._send(method, target, content, headers, wait_s)
+            with ByteStream(self, response, None) as stream:
+                return response.status, response.headers, stream.read()
 
     def _send(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None

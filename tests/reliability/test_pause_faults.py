@@ -131,6 +131,34 @@ def test_a_server_killed_in_a_fork_leaves_the_parent_whole_and_able_to_fork(node
     no_orphans(node)
 
 
+def test_a_machine_that_was_never_told_of_its_new_disk_keeps_the_one_it_writes_to(node: Node) -> None:
+    """The store hears of a fork's new top before the machine does; a server that dies in between is made up for."""
+    witness = Witness(node)
+    out(node, witness.id, "head -c 60000000 /dev/urandom > /dev/shm/big")
+    call = Call.act(node, witness.id, "fork")
+    soon(lambda: any(node.state.glob("photographs/*/pages")), call)
+    vmm = node.vmm(witness.id)
+    os.kill(vmm, signal.SIGSTOP)  # it can be copied, and takes no commands
+    soon(lambda: json.loads(stored(node, witness.id)["disk"] or "null"), call)
+    node.kill9()
+    call.wait()
+    node.start()
+    assert node.vmm(witness.id) == vmm
+    no_orphans(node)
+    assert not json.loads(stored(node, witness.id)["disk"])["layers"], "not caught in between"
+    for turn in range(2):
+        out(node, witness.id, f"echo {turn} >> more; sync")
+        child = post(node, witness.id, "fork")["data"][0]["id"]
+        witness.look(child)
+        witness.look()
+        kill(node, child)
+        post(node, witness.id, "pause")
+        assert out(node, witness.id, "cat more").split() == [str(n) for n in range(turn + 1)]
+        witness.look()
+    kill(node, witness.id)
+    no_orphans(node)
+
+
 def test_a_server_killed_in_a_snapshot_leaves_no_half_template_and_the_variables(node: Node) -> None:
     witness = Witness(node)
     places = node.cache / "templates"
@@ -151,6 +179,30 @@ def test_a_server_killed_in_a_snapshot_leaves_no_half_template_and_the_variables
             shutil.rmtree(places / name, ignore_errors=True)
         no_orphans(node)
     kill(node, witness.id)
+
+
+def test_a_server_that_is_stopped_in_an_act_ends_what_the_act_makes(node: Node) -> None:
+    for act in ("fork", "resume", "pause"):
+        sandbox = node.create("base", **SHAPE)
+        if act == "resume":
+            post(node, sandbox, "pause")
+        call = Call.act(node, sandbox, act)
+        soon(lambda sandbox=sandbox: _moving(node, sandbox), call)
+        node.stop()
+        assert call.wait() is not None, "it is answered before the server ends"
+        assert node.processes() == [], act
+        node.start()
+        no_orphans(node)
+        state = node.get(sandbox)["state"]
+        assert state in ("killed", "paused"), act
+        if state == "paused":
+            assert out(node, sandbox, "echo fine") == "fine"
+        kill(node, sandbox)
+        no_orphans(node)
+
+
+def _moving(node: Node, sandbox: str) -> bool:
+    return stored(node, sandbox)["state"] in ("pausing", "resuming") or any(node.state.glob("photographs/*"))
 
 
 # -- callers that go away -----------------------------------------------------------------------------------

@@ -138,6 +138,9 @@ def readable_children(uid: int | None) -> bool:
         env={},
     )
     try:
+        # It stands still: a page written back while it runs would take from it what it has written meanwhile.
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         maps = Path(f"/proc/{child.pid}/maps").read_text()
         found = re.search(r"^([0-9a-f]+)-[0-9a-f]+ rw-p .*\[stack\]$", maps, re.MULTILINE)
         if found is None:

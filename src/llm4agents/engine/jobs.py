@@ -130,7 +130,9 @@ class Jobs:
         """Raises NotFoundError."""
         found = self._store.get(job)
         if found is None or found.sandbox != sandbox:
-            raise NotFoundError(f"{sandbox} has no job {job[:80]!r}", hint="its list shows them")
+            raise NotFoundError(
+                f"{sandbox} has no job {job[:80]!r}", hint=f"llm4agents job ls {sandbox} shows them"
+            )
         return self._carried.get(job, found)
 
     def find(self, sandbox: str | None, states: tuple[str, ...], limit: int) -> list[JobRow]:

@@ -412,7 +412,7 @@ async def wait_port(live: Live, port: int, timeout_s: float) -> Port:
             if left <= 0:
                 raise TimedOutError(
                     f"nothing listens on port {port} within {timeout_s:g} s",
-                    hint="the process's output may say why; a longer timeout_s waits on",
+                    hint="the process's output may say why; a longer timeout waits on",
                 )
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 1.5, _POLL_S[1])

@@ -406,6 +406,8 @@ def get(name: str) -> TemplateSpec:
         raise InvalidRequestError(f"{name!r} cannot be a template's name (a-z, 0-9, '.', '_', '-')")
     if name not in BUILTIN:
         raise TemplateNotFoundError(
-            f"there is no template {name!r}", hint=f"there are: {', '.join(sorted(BUILTIN))}", name=name
+            f"there is no template {name!r}",
+            hint=f"built in are {', '.join(sorted(BUILTIN))}; llm4agents template ls shows your own too",
+            name=name,
         )
     return BUILTIN[name]

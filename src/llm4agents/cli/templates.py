@@ -65,7 +65,7 @@ def rm(name: Name, json: options.Json = False) -> None:
     if json:
         output.emit(removed)
     else:
-        output.say(f"{name} is removed; the next create builds it")
+        output.say(f"{name} is removed; a built-in one is built again by the next create, a snapshot is gone")
 
 
 def export(

@@ -271,6 +271,8 @@ def test_cold_resume_keeps_files(shared_node: Node) -> None:
     assert node.get(sandbox)["state"] == "paused"
     assert sandbox not in node.machines()
     assert post(node, sandbox, "resume", cold=True)["state"] == "running"
+    again = node.http.post(f"/v1/sandboxes/{sandbox}/resume", json={"cold": True})
+    assert again.status_code == 409 and "pause it first" in again.text
     assert out(node, sandbox, "cat file; echo $TOLD; ls /dev/shm") == "on disk\nx"
     assert node.code(sandbox, "print(6*7)")["stdout"] == "42\n"
     pause(node, sandbox)  # and it can be paused and resumed again

@@ -296,7 +296,7 @@ def sandbox(row: Any) -> dict[str, Any]:
         "created_at": row.created_at,
         "started_at": row.started_at,
         "ended_at": row.ended_at,
-        "ends_at": row.life_ends_at,
+        "ends_at": row.life_ends_at if row.paused_at is None else row.paused_at + row.keep_s,
         "idle_timeout_s": row.idle_timeout_s,
         "vcpus": row.vcpus,
         "memory_mib": row.memory_mib,

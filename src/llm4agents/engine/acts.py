@@ -207,7 +207,10 @@ class Acts(ABC):
     ) -> SandboxRow:
         async with self._alone(sandbox):
             row = self.get(sandbox)
-            if (live := self._live.get(sandbox)) is None:
+            live = self._live.get(sandbox)
+            if live is not None and cold:
+                raise ConflictError(f"{sandbox} runs", hint="pause it first: a cold resume boots its disk")
+            if live is None:
                 self._check(sandbox, "resume")
                 await self.admission.reserve(sandbox, row.memory_mib)
                 try:

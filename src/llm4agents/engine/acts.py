@@ -131,6 +131,7 @@ class Acts(ABC):
                 row = self.store.get(sandbox)
                 if row is None or row.state in lifecycle.TERMINAL:
                     self._moving.pop(sandbox, None)
+                    self.places.remove(sandbox)  # what the act was still writing when its machine died
 
     def _check(self, sandbox: str, action: lifecycle.Action) -> SandboxRow:
         """Its row. Raises ConflictError when its state forbids `action`, SandboxDiedError when it has ended."""

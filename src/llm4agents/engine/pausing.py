@@ -52,11 +52,11 @@ COLD = "its memory cannot be used any more"
 
 
 @contextlib.asynccontextmanager
-async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
+async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[float]:
     """Within it nothing of the guest moves: processes and (`sync`) file systems frozen, channel silent, vCPUs stopped.
 
-    At the end the guest goes on, unless its machine has been ended (SandboxDiedError, with how). Calls under way feel
-    a delay.
+    Gives the moment (perf_counter) before the first process was frozen. At the end the guest goes on, unless its
+    machine has been ended (SandboxDiedError, with how). Calls under way feel a delay.
     """
     live.stop_watching()
     try:
@@ -64,11 +64,12 @@ async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[None]:
         await live.write_deadline(at_least_s=PAUSE_GRACE_S)
         # An agent from before file systems were frozen only syncs them.
         whole = sync and "fsfreeze" in live.agent.session.hello.capabilities
-        await live.agent.freeze(sync=sync, fs=whole)
+        began = time.perf_counter()
+        await live.agent.freeze(sync=sync and not whole, fs=whole)
         await live.agent.session.quiesce()
         await live.machine.pause()
         await live.machine.flush_disks()
-        yield
+        yield began
     except (VmmError, ConnectionLostError, ProtocolError, ConflictError) as error:
         if live.ending:
             raise live.end_error or error from error
@@ -106,7 +107,7 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
     began = time.perf_counter()
     try:
         await asyncio.to_thread(shutil.rmtree, directory, True)
-        async with standing_still(live, sync=True):
+        async with standing_still(live, sync=True) as stood:
             checkpoint = await live.machine.checkpoint(directory, base=base)
             copied = time.perf_counter()
             frozen = await checkpoint.durable(also=asyncio.to_thread(_disk_durable, node, row))
@@ -130,7 +131,7 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
     await live.agent.session.close()
     now = clock.stamp()
     took = {
-        "pause_ms": round((copied - began) * 1000, 1),
+        "pause_ms": round((copied - stood) * 1000, 1),
         "durable_ms": round((durable - began) * 1000, 1),
     }
     body = {**_body(frozen), **took}

@@ -5,6 +5,7 @@ Every test ends with the fixture's proof that no process, socket or file is left
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -289,6 +290,15 @@ def resize(place: Path, size: int) -> None:
         b"tmpfs", str(place).encode(), b"tmpfs", MS_REMOUNT, f"size={size}".encode()
     )
     assert done == 0, os.strerror(ctypes.get_errno())
+
+
+def fill(place: Path, spare: int) -> None:
+    """Leave `spare` bytes, of a file system that something is being written to at the same time."""
+    for _ in range(100):
+        with contextlib.suppress(AssertionError):  # smaller than what is in it by now
+            resize(place, used(place) + spare)
+            return
+    raise AssertionError("it grows faster than it can be measured")
 
 
 def used(place: Path) -> int:

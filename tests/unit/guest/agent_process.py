@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +40,8 @@ class Served:
     def __init__(self) -> None:
         self.ours, theirs = socket.socketpair()
         with theirs:
+            # What started us with `nohup` would have its ignored hang-up inherited by all that the agent starts.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             self.process = subprocess.Popen(
                 [agent_path(), "--serve", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],

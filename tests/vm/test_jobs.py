@@ -298,7 +298,8 @@ def test_a_server_that_is_stopped_keeps_runs_and_schedules(node: Node) -> None:
     run_in(node, job, "running")
     node.stop(keep=True)
     node.start()
-    assert run_in(node, job, "done")["result"]["exit_code"] == 0
+    run = run_in(node, job, "done")
+    assert run["result"]["exit_code"] == 0, run
     run_in(node, soon, "done")
 
 

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.engine import bounds, clock, contact, contexts, parts
@@ -39,13 +40,16 @@ def host_name(sandbox: str) -> str:
     return sandbox.replace("_", "-")
 
 
-def prepare(ident: str, variant: Variant, places: Places) -> tuple[Disk, ...]:
-    """Make the directories of a new clone and its disk; its disks. Raises OSError, CapacityError."""
+def prepare(ident: str, variant: Variant, places: Places, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
+    """Make the directories of a new clone and its disk (over `layers`, of a fork); its disks.
+
+    Raises OSError, CapacityError.
+    """
     overlay = places.disk(ident)
     places.run(ident).mkdir(mode=0o700)
     overlay.parent.mkdir(mode=0o700)
     disk.clone_overlay(variant.path / parts.EMPTY, overlay)
-    return variant.disks(overlay)
+    return variant.disks(overlay, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +140,7 @@ async def identify(agent: Agent, ident: str, env: Mapping[str, str]) -> str:
 
 async def create(
     row: SandboxRow,
-    variant: Variant,
-    snapshot: Snapshot,
+    origin: Origin,
     env: Mapping[str, str],
     *,
     driver: Driver,
@@ -146,7 +149,8 @@ async def create(
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
 ) -> Live:
-    """Clone the template for `row` (not stored yet). On failure nothing is left but a row in state `failed`."""
+    """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
+    is left but a row in state `failed`."""
     began = clock.stamp()
     stored, asked = False, bounds.Bounds.of(row.limits)
 
@@ -158,11 +162,11 @@ async def create(
         stored = True
 
     try:
-        disks = prepare(row.id, variant, places)
+        disks = prepare(row.id, origin.variant, places, places.chain(row)[1])
         places.keep_env(row.id, env)
         woken = await wake(
             row.id,
-            Origin(variant, snapshot),
+            origin,
             disks,
             env,
             driver=driver,
@@ -189,7 +193,8 @@ async def create(
         record_failure(row, error, store)
         raise
     live = Live(row, woken.machine, woken.agent, on_deadline, free_bytes, env=dict(env))
-    live.contexts = contexts.fresh(row.template)
+    if origin.diff is None:  # else the guest knows which contexts its parent had
+        live.contexts = contexts.fresh(row.template)
     live.watch_deadlines()
     return live
 

@@ -23,6 +23,7 @@ from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.bounds import Bounds
+from llm4agents.engine.creation import Origin
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
 from llm4agents.engine.keeping import Keeper, due
@@ -241,8 +242,7 @@ class Engine(Acts):
                 async with self.admission.turn():
                     live = await creation.create(
                         row,
-                        variant,
-                        snapshot,
+                        Origin(variant, snapshot),
                         wish.env,
                         driver=self.driver,
                         store=self.store,

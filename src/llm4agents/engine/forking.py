@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llm4agents import limits
-from llm4agents.engine import bounds, clock, creation, parts
+from llm4agents.engine import clock, creation, parts
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import TOP, Chain, Node, chain_of, new_layer, new_top
@@ -169,41 +169,16 @@ async def _fork_one(
         disk=Chain(TOP, taken.under).to_json(),
         parent=parent.id,
     )
-    places = node.places
-    stored = False
-
-    def while_starting() -> None:
-        nonlocal stored
-        node.store.add(row, began)
-        stored = True
-
-    try:
-        top, under = places.chain(row)
-        places.run(row.id).mkdir(mode=0o700)
-        top.parent.mkdir(mode=0o700)
-        layers.new_overlay(taken.variant.path / parts.EMPTY, top)
-        places.keep_env(row.id, taken.env)
-        woken = await creation.wake(
-            row.id,
-            Origin(taken.variant, taken.base, taken.diff),
-            taken.variant.disks(top, under),
-            taken.env,
-            driver=node.driver,
-            places=places,
-            while_starting=while_starting,
-            while_waking=lambda machine: node.store.change(row, record=machine.record.to_json()),
-        )
-    except BaseException as error:
-        places.remove(row.id)
-        if stored:
-            creation.record_failure(row, error, node.store)
-        raise
-    bounds.on_host(woken.machine, row.limits)
-    live = node.live(row, woken.machine, woken.agent, taken.env)
-    now = clock.stamp()
-    node.store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
-    live.watch_deadlines()
-    return live
+    return await creation.create(
+        row,
+        Origin(taken.variant, taken.base, taken.diff),
+        taken.env,
+        driver=node.driver,
+        store=node.store,
+        places=node.places,
+        on_deadline=node.on_deadline,
+        free_bytes=node.free_bytes,
+    )
 
 
 async def _end(node: Node, live: Live, reason: str) -> None:

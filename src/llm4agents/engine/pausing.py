@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -39,6 +37,7 @@ from llm4agents.errors import (
     VmmError,
 )
 from llm4agents.images import layers
+from llm4agents.images.cache import fsync
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
 from llm4agents.vmm.base import Machine, MachineSpec, Placement, Snapshot
@@ -195,17 +194,9 @@ def _disk_durable(node: Node, row: SandboxRow) -> None:
     """All of a sandbox's disk, and which files it is. Blocks."""
     top, under = node.places.chain(row)
     for path in (top, *under, top.parent, *([node.places.layers] if under else [])):
-        _fsync(path)  # of a layer that has not changed since its last it costs nothing
+        fsync(path)  # of a layer that has not changed since its last it costs nothing
     if row.disk is not None:
         node.store.checkpoint()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def finished(node: Node, row: SandboxRow, reason: str | None) -> bool:

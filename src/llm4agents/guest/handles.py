@@ -46,6 +46,20 @@ async def within(stream: Stream, seconds: float | None, what: str) -> AsyncItera
         raise
 
 
+async def send_whole(stream: Stream, data: bytes) -> None:
+    """All of a process's stdin, and its end; the process may end first."""
+    with contextlib.suppress(LLM4AgentsError):
+        await stream.send(data)
+        await stream.send_eof()
+
+
+async def send_signal(stream: Stream, number: int) -> None:
+    """To the process group of a stream. Raises InvalidRequestError for what is no signal."""
+    if not 1 <= number <= 64:
+        raise InvalidRequestError(f"{number} is not a signal", hint="1 to 64")
+    await stream.send_signal(number)
+
+
 class _OnStream:
     """What lives as long as a stream; leaving it as a context manager cancels what has not ended."""
 
@@ -119,18 +133,11 @@ class Process(_OnStream):
 
     def feed(self, data: bytes) -> None:
         """Write `data` to stdin and close it, beside whatever else is done; a process may end first."""
-        self._feeder = asyncio.create_task(self._feed(data))
-
-    async def _feed(self, data: bytes) -> None:
-        with contextlib.suppress(LLM4AgentsError):
-            await self._stream.send(data)
-            await self._stream.send_eof()
+        self._feeder = asyncio.create_task(send_whole(self._stream, data))
 
     async def signal(self, number: int) -> None:
         """Send a signal to the whole process group. Raises ConflictError when the process has ended."""
-        if not 1 <= number <= 64:
-            raise InvalidRequestError(f"{number} is not a signal", hint="1 to 64")
-        await self._stream.send_signal(number)
+        await send_signal(self._stream, number)
 
     def cancel(self) -> None:
         """Kill the whole process group, without waiting; output that has not been taken is dropped."""

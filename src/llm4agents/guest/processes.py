@@ -25,7 +25,7 @@ from llm4agents.errors import (
     TimedOutError,
 )
 from llm4agents.guest import maps
-from llm4agents.guest.handles import STDERR, STDOUT, within
+from llm4agents.guest.handles import STDERR, STDOUT, send_signal, send_whole, within
 from llm4agents.guest.maps import Fields, Text
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.stream import Stream
@@ -211,18 +211,11 @@ class Attached:
 
     def feed(self, data: bytes) -> None:
         """Write `data` to stdin and close it, beside whatever else is done; a process may end first."""
-        self._feeder = asyncio.create_task(self._feed(data))
-
-    async def _feed(self, data: bytes) -> None:
-        with contextlib.suppress(LLM4AgentsError):
-            await self._stream.send(data)
-            await self._stream.send_eof()
+        self._feeder = asyncio.create_task(send_whole(self._stream, data))
 
     async def signal(self, number: int) -> None:
         """To its whole process group. Raises ConflictError when it has ended."""
-        if not 1 <= number <= 64:
-            raise InvalidRequestError(f"{number} is not a signal", hint="1 to 64")
-        await self._stream.send_signal(number)
+        await send_signal(self._stream, number)
 
     async def resize(self, rows: int, cols: int) -> None:
         """The size of its terminal; nothing without one."""

@@ -130,3 +130,27 @@ WEBHOOK_TIMEOUT_S: Final = 20.0
 SANDBOX_LOG_BYTES_MAX: Final = 262_144
 CONSOLE_BYTES_MAX: Final = 8_192
 """The end of a console that is told or kept."""
+
+# Network (docs/design/barrier.md). The addresses are baked into templates: every sandbox has the same.
+GUEST_MAC: Final = "02:4c:34:00:00:01"
+GATEWAY_MAC: Final = "02:4c:34:00:00:02"
+GUEST_ADDRESS: Final = "198.19.255.2"
+GATEWAY_ADDRESS: Final = "198.19.255.1"
+LINK_PREFIX: Final = 30
+SYNTHETIC_NET: Final = "198.18.0.0/16"
+SYNTHETIC_NAMES_MAX: Final = 16_384
+"""Names one sandbox can have an address for."""
+TCP_REDIRECT_PORT: Final = 9_000
+DNS_REDIRECT_PORT: Final = 5_353
+PACKET_LOG_GROUP: Final = 5
+LINKS_READY: Final = 4
+CONTROL_MESSAGE_BYTES_MAX: Final = 131_072
+NETWORK_BYTES_MAX: Final = 65_536
+"""Of a `network=` as JSON."""
+NETWORK_RULES_MAX: Final = 500
+FLOWS_PER_SANDBOX_MAX: Final = 1_024
+FIRST_BYTES_S: Final = 10.0
+AUDIT_BYTES_MAX: Final = 33_554_432
+CAPTURE_BYTES_MAX: Final = 268_435_456
+SECRET_BYTES_MAX: Final = 65_536
+SECRETS_MAX: Final = 1_000

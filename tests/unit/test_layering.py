@@ -10,10 +10,11 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries"}
+BASE = {"errors", "config", "limits", "binaries", "protected"}
 MAY_IMPORT = {
     "errors": set(),
     "limits": set(),
+    "protected": set(),
     "config": {"errors", "limits"},
     "binaries": {"config", "errors"},
     "store": BASE,

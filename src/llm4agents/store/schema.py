@@ -15,6 +15,7 @@ from sqlalchemy import (
     Column,
     Float,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -22,7 +23,7 @@ from sqlalchemy import (
     true,
 )
 
-HEAD: Final = "0003"
+HEAD: Final = "0004"
 """The newest migration. Kept here so that opening a store of this version need not import Alembic."""
 
 metadata = MetaData()
@@ -68,6 +69,18 @@ sandboxes = Table(
     Column("disk", JSON),  # the layers its disk lies on, oldest first (names under `layers/`)
     Column("limits", JSON),  # disk_mib, pids, output rate: what was asked for at create
     Column("parent", String),  # the sandbox it was forked from
+    Column("network", JSON),  # `network=` as it was asked for: names secrets, holds none
+    Column("protect", JSON),  # the paths that are mounted read-only
+)
+
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("version", Integer, nullable=False),  # counts the values it has had
+    Column("sealed", LargeBinary, nullable=False),  # by barrier.vault; the key is not in here
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
 )
 
 events = Table(

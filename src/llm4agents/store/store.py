@@ -76,6 +76,8 @@ class SandboxRow:
     disk: dict[str, Any] | None = None
     limits: dict[str, Any] | None = None
     parent: str | None = None
+    network: Any = None
+    protect: list[str] | None = None
 
     @classmethod
     def of(cls, row: RowMapping) -> SandboxRow:

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,11 @@ def _nodes() -> Iterator[Callable[..., Node]]:
     cache = settings().cache
     before = {path.name for path in (cache / "tmp").glob("*")}
 
-    def make(*, cache: Path = cache, state: Path | None = None, **env: str) -> Node:
+    def make(
+        *, cache: Path = cache, state: Path | None = None, within: Sequence[str] = (), **env: str
+    ) -> Node:
         home = Path(tempfile.mkdtemp(prefix=f"l4a-{os.getpid()}-"))
-        node = Node(home, cache, **env)
+        node = Node(home, cache, within=within, **env)
         if state is not None:
             node.state = state
             node.env["LLM4AGENTS_STATE"] = str(state)
@@ -50,6 +52,12 @@ def _nodes() -> Iterator[Callable[..., Node]]:
                 node.process.kill()
                 node.process.wait()
             shutil.rmtree(node.home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shared_nodes() -> Iterator[Callable[..., Node]]:
+    """`nodes` for a whole file."""
+    yield from _nodes()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> Any:
 class Node:
     """A server process with its own state and sockets, and a plain HTTP client of it."""
 
-    def __init__(self, home: Path, cache: Path, **env: str) -> None:
+    def __init__(self, home: Path, cache: Path, *, within: Sequence[str] = (), **env: str) -> None:
+        """`within`: what the server's command begins with, if it is to run elsewhere (`barrier.lab.Lab.enter`)."""
+        self.within = tuple(within)
         self.home, self.state, self.run, self.tmp = home, home / "s", home / "r", home / "t"
         self.tmp.mkdir(exist_ok=True)
         self.cache = cache
@@ -63,7 +65,7 @@ class Node:
         self.home.mkdir(exist_ok=True)
         with (self.home / "stderr").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "llm4agents.api.server"],
+                [*self.within, sys.executable, "-P", "-m", "llm4agents.api.server"],
                 env=self.env,
                 cwd="/",
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,77 @@
+"""The lab itself: what the world answers, and that what leaves the host is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.barrier.lab import Lab
+from tests.barrier.world import HOST, WORLD
+from tests.support import eventually
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+    assert not lab.host.exists()
+
+
+def on_host(lab: Lab, *argv: str) -> str:
+    return subprocess.run(
+        [*lab.enter(), *argv], capture_output=True, text=True, timeout=20, check=True
+    ).stdout
+
+
+def test_every_address_answers_and_says_which_it_is(lab: Lab) -> None:
+    for address in ("93.184.216.34", "10.0.0.5", "169.254.169.254", "2001:db8:77::1"):
+        mark = lab.mark()
+        assert lab.dial(address, 22) == b"lab ready\n"
+        assert [one.address for one in lab.arrived(mark, kind="tcp", port=22)] == [address]
+        eventually(lambda mark=mark, to=address: to in {packet.destination for packet in lab.left(mark)})
+
+
+def test_names_resolve_as_a_test_wants_and_queries_are_seen(lab: Lab) -> None:
+    answers = iter([["93.184.216.34"], ["10.0.0.5"]])
+    lab.names["changing.example.com"] = lambda: next(answers)
+    mark = lab.mark()
+    found = [on_host(lab, "getent", "ahostsv4", "changing.example.com").split()[0] for _ in range(2)]
+    assert found == ["93.184.216.34", "10.0.0.5"]
+    assert [one.to for one in lab.asked(mark)] == [WORLD, WORLD]
+    with pytest.raises(subprocess.CalledProcessError):
+        on_host(lab, "getent", "ahostsv4", "nowhere.example.com")
+
+
+def test_https_is_trusted_with_the_labs_authority_alone(lab: Lab) -> None:
+    mark = lab.mark()
+    trusting = ["curl", "-sS", "--cacert", str(lab.authority.certificate)]
+    assert '"origin": "93.184.216.34:443"' in on_host(lab, *trusting, "https://api.example.com/echo")
+    assert lab.arrived(mark, kind="https", sni="api.example.com", target="/echo")
+    for refused in (
+        ["curl", "-sS", "https://api.example.com/"],
+        [*trusting, "https://untrusted.example.com/"],
+    ):
+        with pytest.raises(subprocess.CalledProcessError):
+            on_host(lab, *refused)
+
+
+def test_packets_of_any_kind_are_witnessed(lab: Lab) -> None:
+    mark = lab.mark()
+    lab.send("8.8.8.8", 443, b"datagram")
+    lab.send("2001:db8:77::1", 443, b"datagram of six")
+    lab.send_frame(bytes(12) + b"\x88\xcc" + b"frame of another kind")
+    packets = eventually(lambda: (found := lab.left(mark)) and len(found) >= 3 and found)
+    assert {bytes(packet.payload) for packet in packets} >= {
+        b"datagram",
+        b"datagram of six",
+        b"frame of another kind",
+    }
+    assert {packet.source for packet in packets} >= {HOST}

@@ -152,5 +152,13 @@ FLOWS_PER_SANDBOX_MAX: Final = 1_024
 FIRST_BYTES_S: Final = 10.0
 AUDIT_BYTES_MAX: Final = 33_554_432
 CAPTURE_BYTES_MAX: Final = 268_435_456
+WORKER_IDLE_EXIT_S: Final = 60.0
+"""A worker of the barrier without a server and without a sandbox leaves after this."""
+WORKER_START_TIMEOUT_S: Final = 30.0
+WORKER_REQUEST_TIMEOUT_S: Final = 60.0
+"""A worker that has not answered in this time hangs, and is replaced."""
+WORKER_FILES_MAX: Final = 524_288
+WORKER_THREADS_MAX: Final = 256
+WORKER_LOG_BYTES_MAX: Final = 4_194_304
 SECRET_BYTES_MAX: Final = 65_536
 SECRETS_MAX: Final = 1_000

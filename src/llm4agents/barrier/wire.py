@@ -57,7 +57,11 @@ def enlarge(sock: socket.socket) -> None:
 def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
     """One message. The caller keeps his copies of `fds`. Raises BlockingIOError (a non-blocking socket whose peer
     does not read), WireError."""
-    raw = encode(message)
+    send_raw(sock, encode(message), fds)
+
+
+def send_raw(sock: socket.socket, raw: bytes, fds: Sequence[int] = ()) -> None:
+    """What `encode` made, as `send` does."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         sock.sendmsg([raw], ancillary)

@@ -49,6 +49,8 @@ class Node:
             "LLM4AGENTS_STATE": str(self.state),
             "LLM4AGENTS_RUN": str(self.run),
             "LLM4AGENTS_CACHE": str(cache),
+            # Templates trust it: with a CA of its own every node would build its own.
+            "LLM4AGENTS_CA": str(config.settings().ca_directory),
             "TMPDIR": str(self.tmp),
             **env,
         }

@@ -45,9 +45,12 @@ if TYPE_CHECKING:
     )
     from llm4agents.sdk._async.observe import AsyncObserver
     from llm4agents.sdk._async.sandbox import AsyncSandbox
+    from llm4agents.sdk._async.secrets import AsyncSecrets
     from llm4agents.sdk._jobs import JobInfo, JobRun
+    from llm4agents.sdk._secrets import SecretInfo
     from llm4agents.sdk._sync.observe import Observer
     from llm4agents.sdk._sync.sandbox import Sandbox
+    from llm4agents.sdk._sync.secrets import Secrets
     from llm4agents.sdk.results import (
         CodeContext,
         EmulationWarning,
@@ -83,6 +86,9 @@ _HOMES = {
     "AsyncSandbox": "llm4agents.sdk._async.sandbox",
     "Observer": "llm4agents.sdk._sync.observe",
     "AsyncObserver": "llm4agents.sdk._async.observe",
+    "Secrets": "llm4agents.sdk._sync.secrets",
+    "AsyncSecrets": "llm4agents.sdk._async.secrets",
+    "SecretInfo": "llm4agents.sdk._secrets",
     "JobInfo": "llm4agents.sdk._jobs",
     "JobRun": "llm4agents.sdk._jobs",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
@@ -93,6 +99,7 @@ _HOMES = {
 __all__ = [
     "AsyncObserver",
     "AsyncSandbox",
+    "AsyncSecrets",
     "BootError",
     "CapacityError",
     "CodeContext",
@@ -131,6 +138,8 @@ __all__ = [
     "SandboxNotFoundError",
     "SandboxPausedError",
     "SearchResult",
+    "SecretInfo",
+    "Secrets",
     "ServerUnavailableError",
     "TemplateNotFoundError",
     "TimedOutError",

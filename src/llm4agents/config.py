@@ -86,10 +86,19 @@ class Settings:
     """Whether jobs may have the server call URLs."""
     otel: bool = False
     """Send spans to OpenTelemetry (needs the extra `otel`)."""
+    vault_key: Path | None = None
+    """The file with the key of the secrets, instead of `vault.key` in the state directory."""
+    ca: Path | None = None
+    """The directory of the node's CA, instead of `ca` in the state directory. Nodes that share a cache or templates
+    share their CA, or each builds templates of its own."""
 
     @property
     def socket_path(self) -> Path:
         return self.run_dir / "server.sock"
+
+    @property
+    def ca_directory(self) -> Path:
+        return self.ca or self.state / "ca"
 
     @property
     def server_log(self) -> Path:
@@ -143,6 +152,10 @@ def load(env: Mapping[str, str]) -> Settings:
         base = env.get(xdg) or Path(env.get("HOME") or Path.home()) / default
         return Path(base).absolute() / "llm4agents"
 
+    def path(name: str) -> Path | None:
+        raw = text(name)
+        return None if raw is None else Path(raw).absolute()
+
     def one_of(name: str, allowed: tuple[str, ...]) -> str | None:
         raw = text(name)
         if raw is not None and raw not in allowed:
@@ -177,6 +190,8 @@ def load(env: Mapping[str, str]) -> Settings:
         pool=pool(),
         webhooks=boolean("WEBHOOKS", True),
         otel=boolean("OTEL", False),
+        vault_key=path("VAULT_KEY"),
+        ca=path("CA"),
     )
 
 

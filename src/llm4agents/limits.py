@@ -160,5 +160,7 @@ WORKER_REQUEST_TIMEOUT_S: Final = 60.0
 WORKER_FILES_MAX: Final = 524_288
 WORKER_THREADS_MAX: Final = 256
 WORKER_LOG_BYTES_MAX: Final = 4_194_304
-SECRET_BYTES_MAX: Final = 65_536
+SECRET_BYTES_MAX: Final = 16_384
+SANDBOX_SECRETS_BYTES_MAX: Final = 49_152
+"""Of all values one sandbox's bindings name, as JSON: they travel in one control message, beside its policy."""
 SECRETS_MAX: Final = 1_000

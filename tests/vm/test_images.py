@@ -26,8 +26,9 @@ from llm4agents.images import disk, spec
 from llm4agents.images.cache import Cache, digest_of
 from llm4agents.images.initramfs import build_initrd
 from llm4agents.images.kernel import build_kernel
-from llm4agents.images.overlay import EPOCH, host_certificates
+from llm4agents.images.overlay import EPOCH
 from llm4agents.images.rootfs import Rootfs, build_rootfs
+from llm4agents.images.trust import host_certificates
 from llm4agents.vmm.base import Disk, MachineSpec, Placement
 from llm4agents.vmm.qemu.driver import QemuDriver
 

@@ -30,6 +30,7 @@ from llm4agents.api.routes import (
     pool,
     processes,
     sandboxes,
+    secrets,
     states,
     trees,
 )
@@ -115,6 +116,7 @@ def create_app(context: Context) -> FastAPI:
         jobs,
         observe,
         pool,
+        secrets,
         trees,
     ):
         app.include_router(module.router)

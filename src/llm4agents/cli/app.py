@@ -98,6 +98,11 @@ GROUPS = {
         ("start", "ls", "show", "output_", "wait", "run", "cancel"),
         "Jobs: commands that are started, or scheduled, and left.",
     ),
+    "secret": (
+        "secrets",
+        ("set_", "ls", "rm"),
+        "Secrets: put into requests after these have left a sandbox, and in no sandbox ever.",
+    ),
     "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
 }
 # rich_markup_mode None: help and usage errors in plain text, since importing rich costs 80 ms.

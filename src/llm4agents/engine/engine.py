@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from llm4agents import limits
+from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
 from llm4agents.engine import adoption, bounds, clock, contact, creation, lifecycle, parts, top
 from llm4agents.engine import host as hosts
@@ -32,6 +33,7 @@ from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.pool import Pool
+from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
@@ -93,6 +95,7 @@ class Engine(Acts):
         store.on_transition.append(self.admission.on_transition)
         self.templates = Templates(settings, self.driver, self.admission)
         self.places = Places(settings.state, settings.run_dir)
+        self.secrets = Secrets(store, Vault(settings.state, settings.vault_key))
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)

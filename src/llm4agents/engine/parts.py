@@ -33,6 +33,8 @@ class Parts:
     rootfs: Path
     rootfs_digest: str
     contents: list[dict[str, Any]]
+    ca: str | None = None
+    """The CA whose certificate the root file system trusts (`barrier.ca`): its digest."""
 
     def machine(self, vcpus: int, memory_mib: int, upper: Path) -> MachineSpec:
         return MachineSpec(
@@ -68,6 +70,8 @@ class Variant:
     family: str | None = None
     """For a snapshot: the built-in template it came from, whose services a cold boot starts."""
     description: str = ""
+    ca: str | None = None
+    """Digest of the CA that guests of it trust: an intercepting network works with no other."""
 
     @property
     def snapshot(self) -> Path:
@@ -101,8 +105,25 @@ def variant_key(
             "vcpus": vcpus,
             "memory_mib": memory_mib,
             "disk_gib": limits.DISK_GIB,
+            **({"ca": parts.ca} if parts.ca else {}),
         }
     )[:32]
+
+
+def check_ca(variant: Variant, ca: str) -> None:
+    """Raises VersionMismatchError when guests of `variant` do not trust the CA of that digest, this node's.
+
+    To be asked only where TLS will be intercepted (credentials, methods, paths): all else works with any.
+    """
+    if variant.ca != ca:
+        raise VersionMismatchError(
+            f"{variant.name} was made on a node with another CA, which its programs trust and this node's not: "
+            "credentials and rules with methods or paths, for which TLS is ended on the host, would fail in it",
+            hint="rules of hosts and ports alone work; or build the template here (llm4agents template build "
+            f"{variant.family or variant.name} --force), or give both nodes the same CA (LLM4AGENTS_CA)",
+            found=variant.ca,
+            needed=ca,
+        )
 
 
 def check_shape(vcpus: int, memory_mib: int, cores: int) -> None:
@@ -139,6 +160,7 @@ def save(variant: Variant, directory: Path) -> None:
         "blobs": variant.blobs,
         "family": variant.family,
         "description": variant.description,
+        "ca": variant.ca,
     }
     with (directory / TEMPLATE).open("x") as file:
         json.dump(body, file, indent=1)
@@ -173,6 +195,7 @@ def load(path: Path, blob: Any) -> Variant:
             blobs=[str(digest) for digest in body["blobs"]],
             family=body.get("family"),
             description=str(body.get("description") or ""),
+            ca=body.get("ca"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionMismatchError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llm4agents import binaries, limits
+from llm4agents.barrier.ca import Authority
 from llm4agents.config import Settings
 from llm4agents.engine import contact, parts
 from llm4agents.engine.admission import Admission
@@ -63,12 +64,31 @@ class Templates:
         self.cache = Cache(settings.cache)
         self._admission = admission
         self._run_dir = settings.run_dir
+        self._ca_directory = settings.ca_directory
+        self._authority: Authority | None = None
         self._driver = driver
         self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
         self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
         self._listeners: dict[Shape, list[Progress]] = {}
         self.users_of: Callable[[str], builtins.list[str]] = lambda _: []
         """The sandboxes that lie on the variant of that key: it is not removed while there are any."""
+
+    def authority(self) -> Authority:
+        """The node's CA, made when there is none. The first call blocks: for a thread. Raises HostSetupError."""
+        if self._authority is None:
+            self._authority = Authority.open(self._ca_directory)
+        return self._authority
+
+    def check_ca(self, name: str, key: str | None) -> None:
+        """Before a sandbox of that variant gets a network that intercepts TLS: does its guest trust this node's CA?
+
+        Raises VersionMismatchError with the way out; NotFoundError when the template is gone.
+        """
+        held = next((ready for ready in self._ready.values() if ready[0].key == key), None)
+        found = held or self._find(self.cache.templates / name / "keys" / str(key))
+        if found is None:
+            raise NotFoundError(f"the template {name} ({key}) is gone from the cache")
+        parts.check_ca(found[0], self.authority().digest)
 
     @property
     def held_bytes(self) -> int:
@@ -265,6 +285,8 @@ class Templates:
                 other = parts.load(path, self.cache.blob)
                 if (other.vcpus, other.memory_mib) != (kept.vcpus, kept.memory_mib):
                     continue
+                if other.ca is not None and other.ca != kept.ca:
+                    continue  # another node's, on the same cache; `template rm` and `prune --all` take it too
             # Live clones hold its files open and its memory sealed in the server: unlinking takes nothing away.
             shutil.rmtree(path, ignore_errors=True)
 
@@ -281,7 +303,10 @@ class Templates:
         kernel = await build_kernel(self.cache, progress, refuses=refuses, refresh=refresh)
         agent = binaries.path(binaries.AGENT)
         initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache))
-        rootfs = await build_rootfs(wanted, self.cache, progress, refresh=refresh)
+        authority = await in_thread(lambda _: self.authority())
+        rootfs = await build_rootfs(
+            wanted, self.cache, progress, refresh=refresh, authority=authority.certificate_pem
+        )
         return Parts(
             kernel=kernel.vmlinux,
             kernel_release=kernel.release,
@@ -291,6 +316,7 @@ class Templates:
             rootfs=rootfs.path,
             rootfs_digest=rootfs.digest,
             contents=[asdict(content) for content in rootfs.contents],
+            ca=authority.digest,
         )
 
     # -- building one -------------------------------------------------------------------------------------
@@ -337,6 +363,7 @@ class Templates:
                 services=[service.name for service in wanted.warm_up.services],
                 contents=made_of.contents,
                 blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
+                ca=made_of.ca,
             )
             parts.save(variant, built)
             if dest.exists():

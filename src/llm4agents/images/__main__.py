@@ -41,7 +41,8 @@ async def _main(arguments: argparse.Namespace) -> dict[str, object]:
         agent = arguments.agent or binaries.path(binaries.AGENT)
         initrd = build_initrd(kernel, agent, cache)
         times["kernel_s"], began = time.monotonic() - began, time.monotonic()
-        rootfs = await build_rootfs(template, cache, _say, refresh=arguments.refresh)
+        authority = arguments.authority.read_bytes() if arguments.authority else None
+        rootfs = await build_rootfs(template, cache, _say, refresh=arguments.refresh, authority=authority)
         times["rootfs_s"], began = time.monotonic() - began, time.monotonic()
         links = {"vmlinux": kernel.vmlinux, "initrd": initrd.path, "rootfs.erofs": rootfs.path}
         for name, target in links.items():
@@ -66,6 +67,7 @@ def main() -> int:
     parser.add_argument("template", choices=sorted(spec.BUILTIN))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--agent", type=Path, help="an agent binary other than the built one")
+    parser.add_argument("--authority", type=Path, help="a CA's certificate that the guest trusts (PEM)")
     parser.add_argument("--refresh", action="store_true")
     try:
         arguments = parser.parse_args()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llm4agents.errors import HostSetupError
+from llm4agents.images import trust
 from llm4agents.images.debian import Source
 from llm4agents.images.process import Cancel
 from llm4agents.images.reseed import shared_object
@@ -22,24 +23,11 @@ from llm4agents.images.wheels import WheelFile, WheelInfo, unpack
 EPOCH = 1_735_689_600
 """Every file's time, 2025-01-01: equal inputs make equal images, and zip refuses what is older than 1980."""
 DATA = Path(__file__).parent / "data"
-HOST_CERTIFICATES = Path("/usr/local/share/ca-certificates")
-CERTIFICATE_BYTES_MAX = 1_048_576
 
 RESOLV_CONF = """# This version of LLM4Agents gives its sandboxes no network: there is no name server to ask.
 # Put files into a sandbox with the SDK (`files.write`, `files.upload`) or the CLI (`llm4agents cp`).
 """
 _APT_CONF = 'APT::Install-Recommends "0";\nAPT::Sandbox::User "root";\n'
-
-
-def host_certificates(directory: Path = HOST_CERTIFICATES) -> dict[str, bytes]:
-    """The certificates this host trusts beside Debian's, by file name: companies intercept TLS."""
-    found: dict[str, bytes] = {}
-    for path in sorted(directory.rglob("*.crt")) if directory.is_dir() else []:
-        if path.is_file() and path.stat().st_size <= CERTIFICATE_BYTES_MAX:
-            data = path.read_bytes()
-            if b"PRIVATE KEY" not in data:
-                found[path.relative_to(directory).as_posix().replace("/", "-")] = data
-    return found
 
 
 def runner_files(directory: Path = DATA / "runner") -> dict[str, bytes]:
@@ -112,6 +100,7 @@ def write_overlay(
     sources: list[Source],
     wheels: list[Path],
     certificates: dict[str, bytes],
+    browsers: dict[str, bytes],
     cancel: Cancel,
 ) -> list[WheelInfo]:
     """Write the tar for `spec`; returns what the wheels are. HostSetupError for one that is not in order."""
@@ -126,7 +115,9 @@ def write_overlay(
         overlay.add("/etc/apt/sources.list", sources_list(sources).encode())
         overlay.add("/etc/apt/apt.conf.d/90llm4agents", _APT_CONF.encode())
         for name, data in certificates.items():
-            overlay.add(f"/usr/local/share/ca-certificates/{name}", data)
+            overlay.add(f"{trust.DIRECTORY}/{name}", data)
+        for path_in_guest, data in browsers.items():
+            overlay.add(path_in_guest, data)
         for file in spec.files:
             overlay.add(file.path, file.content.encode(), file.mode)
         if spec.runner:

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llm4agents.errors import HostSetupError
-from llm4agents.images import debian, process, wheels
+from llm4agents.images import debian, process, trust, wheels
 from llm4agents.images.cache import Cache, digest_of, sha256_file
-from llm4agents.images.overlay import DATA, EPOCH, host_certificates, node_files, runner_files, write_overlay
+from llm4agents.images.overlay import DATA, EPOCH, node_files, runner_files, write_overlay
 from llm4agents.images.process import Cancel, check_room, in_thread, require
 from llm4agents.images.progress import Progress, silent
 from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
 
-_BUILDER = 2
+_BUILDER = 3
 _UUID = "4c344167-656e-7401-8000-000000000001"
 _COPYRIGHT_BYTES_MAX = 262_144
 _EXCLUDED = ("doc", "man", "info", "locale", "lintian", "bug", "groff", "linda", "doc-base")
@@ -52,26 +52,33 @@ class Rootfs:
 
 
 async def build_rootfs(
-    spec: TemplateSpec, cache: Cache, progress: Progress = silent, *, refresh: bool = False
+    spec: TemplateSpec,
+    cache: Cache,
+    progress: Progress = silent,
+    *,
+    refresh: bool = False,
+    authority: bytes | None = None,
 ) -> Rootfs:
     """The root file system of `spec`, from the cache or built. Two calls at once, in any process, build once.
 
-    `refresh` builds again, from what the package sources offer today. Raises HostSetupError (tools, network,
+    `refresh` builds again, from what the package sources offer today. `authority`: the certificate (PEM) of the node's
+    CA, trusted in it like the host's extra ones. Raises HostSetupError (tools, network,
     packages), CapacityError. A cancelled or killed build leaves nothing that looks finished.
     """
     system = debian.host()
-    key = await in_thread(lambda _: _key(spec, system))
+    certificates = await in_thread(lambda _: trust.certificates(authority))
+    key = await in_thread(lambda _: _key(spec, system, certificates))
     async with cache.lock(f"rootfs-{spec.name}-{key[:16]}", progress):
         found = None if refresh else _recall(cache, key, system)
         if found is not None:
             return found
-        await _build(spec, system, cache, progress, key)
+        await _build(spec, system, cache, progress, key, certificates)
     built = _recall(cache, key, system)
     assert built is not None
     return built
 
 
-def _key(spec: TemplateSpec, system: debian.Debian) -> str:
+def _key(spec: TemplateSpec, system: debian.Debian, certificates: dict[str, bytes]) -> str:
     lock = _lock(spec, system)
     node = {"node": {name: data.hex() for name, data in node_files().items()}} if spec.node else {}
     return digest_of(
@@ -83,7 +90,8 @@ def _key(spec: TemplateSpec, system: debian.Debian) -> str:
             "spec": spec.rootfs_inputs(),
             "lock": sha256_file(lock) if lock else None,
             "runner": {name: data.hex() for name, data in runner_files().items()} if spec.runner else None,
-            "certificates": {name: data.hex() for name, data in host_certificates().items()},
+            "certificates": {name: data.hex() for name, data in certificates.items()},
+            "nss": trust.certutil() is not None,
         }
     )
 
@@ -102,7 +110,12 @@ def _recall(cache: Cache, key: str, system: debian.Debian) -> Rootfs | None:
 
 
 async def _build(
-    spec: TemplateSpec, system: debian.Debian, cache: Cache, progress: Progress, key: str
+    spec: TemplateSpec,
+    system: debian.Debian,
+    cache: Cache,
+    progress: Progress,
+    key: str,
+    certificates: dict[str, bytes],
 ) -> None:
     require(["mmdebstrap", "mkfs.erofs", "apt-get", "setpriv", "tar"])
     with cache.tmpdir() as tmp:
@@ -114,7 +127,7 @@ async def _build(
             (tmp / "wheels").mkdir()
             packages = await wheels.download(lock, system.python, tmp / "wheels", progress)
             progress("wheels", "unpacking Python packages", 0.5)
-        certificates = host_certificates()
+        browsers = await trust.browser_files(certificates, cache, tmp)
         infos = await in_thread(
             lambda cancel: write_overlay(
                 tmp / "overlay.tar",
@@ -123,6 +136,7 @@ async def _build(
                 sources=sources,
                 wheels=packages,
                 certificates=certificates,
+                browsers=browsers,
                 cancel=cancel,
             )
         )
@@ -175,6 +189,9 @@ def hooks(spec: TemplateSpec, python: str, overlay: Path) -> list[str]:
         'chroot "$1" useradd --create-home --uid 1000 --user-group --shell /bin/bash user',
         f"tar-in {shlex.quote(str(overlay))} /",
         'chroot "$1" update-ca-certificates >/dev/null 2>&1',
+        # A data base of certificates in a home directory is its owner's.
+        'if [ -d "$1"/home/user/.pki ]; then chroot "$1" chown -R user:user /home/user/.pki; fi',
+        'if [ -d "$1"/root/.pki ]; then chmod 700 "$1"/root/.pki "$1"/home/user/.pki; fi',
     ]
     if any(package in ("python3", "python3-minimal") for package in spec.packages):
         # Installed only to be run in here; the wheels are read by the compiler, not run. Without a time stamp in

@@ -106,6 +106,23 @@ class TemplateSpec:
         return {"environment": _plain(self.environment), "warm_up": _plain(self.warm_up)}
 
 
+TRUST: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        (
+            "SSL_CERT_FILE",
+            "REQUESTS_CA_BUNDLE",
+            "PIP_CERT",
+            "NODE_EXTRA_CA_CERTS",
+            "CURL_CA_BUNDLE",
+            "GIT_SSL_CAINFO",
+            "AWS_CA_BUNDLE",
+            "CARGO_HTTP_CAINFO",
+        ),
+        "/etc/ssl/certs/ca-certificates.crt",
+    )
+)
+"""What programs that bring their own list of certificates look at instead: the system's (`images.trust`)."""
+
 _ROOTFS_FIELDS = ("packages", "wheels", "drop", "runner", "files")
 
 _ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -116,9 +133,8 @@ _ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "TERM": "xterm-256color",
         "PAGER": "cat",
         "DEBIAN_FRONTEND": "noninteractive",
-        # Python's and node's own bundles lack the certificates that the host trusts beside the public ones.
-        "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
-        "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
+        # What brings its own list lacks the certificates that the host trusts beside the public ones, and the node's.
+        **TRUST,
     }
 )
 
@@ -346,7 +362,6 @@ NODE = TemplateSpec(
     environment=MappingProxyType(
         {
             **_ENVIRONMENT,
-            "NODE_EXTRA_CA_CERTS": "/etc/ssl/certs/ca-certificates.crt",
             # `npm install -g` of the user who is not root.
             "NPM_CONFIG_PREFIX": f"{HOME}/.local",
             "NPM_CONFIG_UPDATE_NOTIFIER": "false",

@@ -6,6 +6,8 @@
 use std::ffi::CString;
 
 pub const CONFIG_BYTES_MAX: usize = 1 << 20;
+/// Descriptors of one message to who asks for them.
+pub const SERVED_MAX: usize = 16;
 
 #[derive(Debug, Default, PartialEq)]
 pub struct Config {
@@ -17,6 +19,10 @@ pub struct Config {
     pub fds: Vec<i32>,
     /// `hold`, repeated: descriptors we keep open for as long as the VMM lives (a lock).
     pub hold: Vec<i32>,
+    /// `serve`, repeated: `NAME:FD`, descriptors we hold as long and hand to whoever asks at `serve_socket`.
+    pub serve: Vec<(String, i32)>,
+    /// `serve_socket`: a listening unix socket (SOCK_SEQPACKET).
+    pub serve_socket: Option<i32>,
     /// `status`: where the one line of the handshake goes.
     pub status: i32,
     /// `uid` and `gid`: whom the VMM runs as; absent: as we do.
@@ -67,6 +73,9 @@ impl Config {
         if config.uid.is_some() != config.gid.is_some() {
             return Err("'uid' and 'gid' go together".into());
         }
+        if config.serve.len() > SERVED_MAX {
+            return Err(format!("'serve': at most {SERVED_MAX}"));
+        }
         if config.uid == Some(0) || config.gid == Some(0) {
             return Err("a VMM never runs as root".into());
         }
@@ -81,6 +90,15 @@ impl Config {
             "env" => self.env.push(string()?),
             "fd" => self.fds.push(number(key, value)?),
             "hold" => self.hold.push(number(key, value)?),
+            "serve" => {
+                let text = std::str::from_utf8(value).map_err(|_| "serve: not text")?;
+                let (name, fd) = text.split_once(':').ok_or("serve: expected name:fd")?;
+                if name.is_empty() || name.contains(',') {
+                    return Err("serve: a name is not empty and has no comma".into());
+                }
+                self.serve.push((name.to_owned(), number("serve", fd.as_bytes())?));
+            }
+            "serve_socket" => self.serve_socket = Some(number(key, value)?),
             "status" => self.status = number(key, value)?,
             "uid" => self.uid = Some(number(key, value)?),
             "gid" => self.gid = Some(number(key, value)?),
@@ -131,7 +149,8 @@ mod tests {
     fn reads_every_key() {
         let config = parse(
             "arg=/bin/vmm|arg=-x=1|arg=|env=A=b=c|fd=7|fd=5|hold=9|status=4|uid=70|gid=71|rlimit=core:0|\
-             run_dir=/run/x|grace_ms=5000|console_bytes_max=99|unlink=a.sock|oom_score_adj=500|",
+             run_dir=/run/x|grace_ms=5000|console_bytes_max=99|unlink=a.sock|oom_score_adj=500|\
+             serve=tcp:11|serve=net:12|serve_socket=13|",
         )
         .unwrap();
         assert_eq!(config.argv.len(), 3);
@@ -139,6 +158,8 @@ mod tests {
         assert_eq!(config.env[0].as_bytes(), b"A=b=c");
         assert_eq!((config.fds, config.hold, config.status), (vec![7, 5], vec![9], 4));
         assert_eq!((config.uid, config.gid), (Some(70), Some(71)));
+        assert_eq!(config.serve, vec![("tcp".to_owned(), 11), ("net".to_owned(), 12)]);
+        assert_eq!(config.serve_socket, Some(13));
         assert_eq!(config.rlimits, vec![(Limit::Core, 0)]);
         assert_eq!((config.grace_ms, config.console_bytes_max, config.oom_score_adj), (5000, 99, 500));
     }
@@ -155,6 +176,9 @@ mod tests {
             ("arg=/x|run_dir=/r|uid=-5|", "number"),
             ("arg=/x|run_dir=/r|rlimit=cpu:5|", "unknown limit"),
             ("arg=/x|run_dir=/r|unlink=../x|", "plain names"),
+            ("arg=/x|run_dir=/r|serve=a,b:3|", "comma"),
+            ("arg=/x|run_dir=/r|serve=a|", "name:fd"),
+            ("arg=/x|run_dir=/r|serve=a:b|", "number"),
             ("arg=/x|run_dir=/r|colour=red|", "versions"),
         ] {
             let error = parse(text).unwrap_err();

@@ -11,6 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::Config;
 use crate::record::{self, Log, Reason};
+use crate::serve;
 use crate::sys::{self, Dir};
 
 const READ_BYTES: usize = 65536;
@@ -46,12 +47,16 @@ impl Keeper<'_> {
                 timer.as_raw_fd(),
                 if open[0] { self.console.as_raw_fd() } else { -1 },
                 if open[1] { self.stderr.as_raw_fd() } else { -1 },
+                self.config.serve_socket.unwrap_or(-1),
             ])?;
             if ready[3] {
                 open[0] = drain(&self.console, &mut console);
             }
             if ready[4] {
                 open[1] = drain(&self.stderr, &mut stderr);
+            }
+            if ready[5] {
+                serve::answer(self.config);
             }
             if ready[1] {
                 let before = deadline;
@@ -175,7 +180,7 @@ pub fn parse_deadline(text: &[u8]) -> std::result::Result<Option<Deadline>, ()> 
     }
 }
 
-fn wait(fds: [libc::c_int; 5]) -> Result<[bool; 5]> {
+fn wait(fds: [libc::c_int; 6]) -> Result<[bool; 6]> {
     let mut polled = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
     loop {
         match sys::check(unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, -1) }) {

@@ -4,7 +4,8 @@
 //! depend on it. So each VMM's parent is this: it reads what to start from descriptor 0 (`config`), puts the
 //! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` (start
 //! times in clock ticks) or `error: words`, and then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
-//! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`.
+//! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`. Meanwhile it holds what
+//! must live exactly as long as the VMM, and hands it out again (`serve`).
 //! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz,
 //! `--save-pages` and `--load-pages` copy a guest's memory (`pages`).
 //!
@@ -15,6 +16,7 @@ mod jail;
 mod keeper;
 mod pages;
 mod record;
+mod serve;
 mod sys;
 mod tsc;
 
@@ -112,7 +114,8 @@ fn run(config: &Config) -> Result<(), String> {
     unsafe { libc::umask(0o077) };
     std::env::set_current_dir("/").map_err(said("leaving the server's directory"))?;
     // What the server holds without close-on-exec is not for us, and still less for the VMM.
-    let named = config.fds.iter().chain(&config.hold).chain([&config.status]);
+    let served = config.serve.iter().map(|(_, fd)| fd).chain(&config.serve_socket);
+    let named = config.fds.iter().chain(&config.hold).chain([&config.status]).chain(served);
     sys::close_others(3, &mut named.copied().collect::<Vec<_>>());
     let dir = sys::Dir(config.run_dir.clone());
     // Watched before the child exists: a deadline that moves while we start is not missed.

@@ -137,23 +137,32 @@ GATEWAY_MAC: Final = "02:4c:34:00:00:02"
 GUEST_ADDRESS: Final = "198.19.255.2"
 GATEWAY_ADDRESS: Final = "198.19.255.1"
 LINK_PREFIX: Final = 30
+LINK_MTU_BYTES: Final = 1_500
 SYNTHETIC_NET: Final = "198.18.0.0/16"
 SYNTHETIC_NAMES_MAX: Final = 16_384
 """Names one sandbox can have an address for."""
 TCP_REDIRECT_PORT: Final = 9_000
 DNS_REDIRECT_PORT: Final = 5_353
 PACKET_LOG_GROUP: Final = 5
+PACKET_LOG_BYTES: Final = 160
+"""Of each refused packet, from its network header on."""
+PACKET_LOG_PER_S: Final = 50
+"""For each reason there is to refuse one."""
+PACKET_LOG_MANY: Final = 1_000
+"""Of a flood one in so many is logged, and stands for them all."""
+LINK_CONNECTIONS_MAX: Final = 2_048
+"""Open or half-open at once, of one sandbox; FLOWS_PER_SANDBOX_MAX is what the gateway serves of them."""
+LINK_CONNECTIONS_PER_S: Final = 2_000
+LINK_QUERIES_PER_S: Final = 1_000
+LINK_BACKLOG: Final = 4_096
 LINKS_READY: Final = 4
+LINK_REFILL_DELAY_S: Final = 0.3
+"""After a link was taken from the pool: the create it is for has the processor first."""
+LINK_MAKE_TIMEOUT_S: Final = 20.0
 CONTROL_MESSAGE_BYTES_MAX: Final = 131_072
 NETWORK_BYTES_MAX: Final = 65_536
 """Of a `network=` as JSON."""
 NETWORK_RULES_MAX: Final = 500
-NETWORK_RULE_CHARACTERS_MAX: Final = 1_024
-NETWORK_REWRITES_MAX: Final = 100
-NETWORK_CREDENTIALS_MAX: Final = 100
-FLOOR_BYTES_MAX: Final = 32_768
-PATH_READ_CHARACTERS_MAX: Final = 8_192
-"""Of a request's path where a rule looks at paths; longer ones match no allow and every deny."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024
 FIRST_BYTES_S: Final = 10.0
 AUDIT_BYTES_MAX: Final = 33_554_432

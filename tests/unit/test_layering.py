@@ -40,12 +40,6 @@ PURE = [
     "images/spec.py",
     "vmm/base.py",
     "vmm/qemu/command.py",
-    "barrier/addresses.py",
-    "barrier/rules.py",
-    "barrier/network.py",
-    "barrier/judging.py",
-    "barrier/policy.py",
-    "barrier/why.py",
     "errors.py",
     "limits.py",
 ]

@@ -10,7 +10,7 @@ any later server can adopt it from its `MachineRecord` alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -72,11 +72,16 @@ class Placement:
 
     `run_dir` (exists, mode 0700, ours) gets sockets, serial log, deadline and exit record. `deadline_unix`
     (seconds, wall clock) is written to `run_dir/deadline` before the VMM starts; None = no deadline.
+    Descriptors stay the caller's, who closes them once the machine has started.
     """
 
     id: str
     run_dir: Path
     deadline_unix: float | None = None
+    tap: int | None = None
+    """The tap the guest's NIC is connected to; None: to nothing."""
+    serve: Mapping[str, int] = field(default_factory=dict)
+    """What is held open as long as the VMM lives and can be had again by name (`vmm.shim.fetch`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ one piece of code.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,9 @@ FIRST_FD = 3
 HANDSHAKE_TIMEOUT_S = 10.0
 EXIT_BYTES_MAX = 262_144
 DEADLINE, EXIT = "deadline", "exit"
+LINK_SOCKET = "link.sock"
+FETCH_TIMEOUT_S = 5.0
+SERVED_MAX = 16
 LOGS = ("serial.log", "serial.log.1", "vmm.log", "vmm.log.1")
 
 
@@ -42,6 +47,10 @@ class Launch:
     rlimits: dict[str, int]
     hold: Sequence[int] = ()
     """Descriptors the shim keeps open while the VMM lives (the lease of its uid)."""
+    serve: Mapping[str, int] = field(default_factory=dict)
+    """Descriptors the shim holds as long and hands, by name, to who asks at `serve_socket` (`fetch`)."""
+    serve_socket: int | None = None
+    """The listening socket of `run_dir/LINK_SOCKET`."""
     uid: int | None = None
     gid: int | None = None
     unlink: Sequence[str] = ()
@@ -56,12 +65,22 @@ class Started:
     shim_start_ticks: int
 
 
-def encode(launch: Launch, fds: Sequence[int], hold: Sequence[int], status: int) -> bytes:
+def encode(
+    launch: Launch,
+    fds: Sequence[int],
+    hold: Sequence[int],
+    status: int,
+    serve: Sequence[int] = (),
+    serve_socket: int | None = None,
+) -> bytes:
     """The configuration the shim reads, for descriptors of these numbers in the shim. Pure."""
     records: list[tuple[str, str | int]] = [("arg", arg) for arg in launch.argv]
     records += [("env", f"{name}={value}") for name, value in launch.env.items()]
     records += [("fd", fd) for fd in fds] + [("hold", fd) for fd in hold]
     records += [("rlimit", f"{name}:{value}") for name, value in launch.rlimits.items()]
+    records += [("serve", f"{name}:{fd}") for name, fd in zip(launch.serve, serve, strict=True)]
+    if serve_socket is not None:
+        records.append(("serve_socket", serve_socket))
     records += [("unlink", name) for name in launch.unlink]
     if launch.uid is not None and launch.gid is not None:
         records += [("uid", launch.uid), ("gid", launch.gid)]
@@ -85,13 +104,19 @@ async def start(launch: Launch) -> Started:
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     config = os.memfd_create("shim-config", os.MFD_CLOEXEC)
     try:
-        sources = [*launch.fds, *launch.hold, writer]
+        served = [*launch.serve.values(), *([] if launch.serve_socket is None else [launch.serve_socket])]
+        sources = [*launch.fds, *launch.hold, *served, writer]
         # Above every descriptor that is copied, so that no copy lands on one still to be copied.
         base = max([*sources, config, 2]) + 1
         placed = list(range(base, base + len(sources)))
-        cut = len(launch.fds)
+        cut, held = len(launch.fds), len(launch.fds) + len(launch.hold)
+        last = held + len(launch.serve)
+        asked = None if launch.serve_socket is None else placed[last]
         os.set_blocking(writer, True)
-        os.write(config, encode(launch, placed[:cut], placed[cut:-1], placed[-1]))
+        os.write(
+            config,
+            encode(launch, placed[:cut], placed[cut:held], placed[-1], placed[held:last], asked),
+        )
         os.lseek(config, 0, os.SEEK_SET)
         actions = [
             (os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, placed, strict=True)
@@ -116,6 +141,39 @@ async def start(launch: Launch) -> Started:
         for fd in (reader, writer, config):
             if fd >= 0:
                 os.close(fd)
+
+
+async def fetch(run_dir: Path) -> dict[str, int]:
+    """Copies of the descriptors the shim of a live VMM holds (`Launch.serve`), by name; the caller closes them.
+
+    {} when it has none, or no longer lives.
+    """
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        )
+        try:
+            directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, directory)
+            # Through the descriptor: a socket's path has 107 bytes at most, a run_dir may be longer.
+            sock.connect(f"/proc/self/fd/{directory}/{LINK_SOCKET}")
+            await asyncio.wait_for(readable(sock.fileno()), FETCH_TIMEOUT_S)
+            size = array.array("i").itemsize
+            names, ancillary, _, _ = sock.recvmsg(
+                4096, socket.CMSG_SPACE(SERVED_MAX * size), socket.MSG_CMSG_CLOEXEC
+            )
+        except (OSError, TimeoutError):
+            return {}
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % size])
+    keys = names.decode().split(",") if names else []
+    if len(keys) != len(fds):
+        for fd in fds:
+            os.close(fd)
+        return {}
+    return dict(zip(keys, fds, strict=True))
 
 
 def running(machines: Path) -> dict[int, Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents import limits
 from llm4agents.errors import (
     CorruptSnapshotError,
     HostSetupError,
@@ -103,7 +104,8 @@ def test_every_machine_has_the_same_slots_whatever_is_in_them() -> None:
     boot, clone = build(clone=False), build(clone=True, disks=(UPPER, volume, ROOT))
     assert after(boot.argv, "-device") == after(clone.argv, "-device")
     assert after(boot.argv, "-netdev") == ["hubport,id=nic0,hubid=0"]
-    assert any(command.NIC_MAC in device for device in after(boot.argv, "-device"))
+    assert "-netdev" in clone.argv and "tap" not in clone.fds
+    assert any(limits.GUEST_MAC in device for device in after(boot.argv, "-device"))
     empty, filled = nodes(boot.argv)["vol2"], nodes(clone.argv)["vol2"]
     assert (empty["driver"], empty["read-zeroes"], empty["size"]) == ("null-co", True, 1 << 20)
     assert filled["driver"] == "file"

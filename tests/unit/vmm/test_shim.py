@@ -371,3 +371,78 @@ def test_every_descriptor_arrives_in_its_place(run_dir: Path, count: int) -> Non
         assert places == {str(3 + number): f"/memfd:given-{number} (deleted)" for number in range(count)}
 
     asyncio.run(main())
+
+
+def told(fd: int) -> bytes:
+    return os.read(fd, 99)
+
+
+def test_what_it_serves_is_had_again_as_often_as_asked_and_ends_with_the_vmm(run_dir: Path) -> None:
+    reader, writer = os.pipe()
+    other = os.open("/dev/null", os.O_RDONLY)
+
+    async def main() -> None:
+        asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        asked.bind(str(run_dir / shim.LINK_SOCKET))
+        asked.listen(4)
+        options = {
+            "serve": {"pipe": writer, "null": other},
+            "serve_socket": asked.fileno(),
+            "unlink": [shim.LINK_SOCKET],
+        }
+        assert await shim.fetch(run_dir / "nothing") == {}
+        async with started(run_dir, SLEEP, **options) as answer:
+            os.close(writer)
+            os.close(other)
+            asked.close()
+            # Who connects and never reads, or has gone before he is answered, is in nobody's way.
+            idle = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(20)]
+            for number, sock in enumerate(idle):
+                sock.connect(str(run_dir / shim.LINK_SOCKET))
+                if number % 2:
+                    sock.close()
+            for _ in range(3):
+                had = await shim.fetch(run_dir)
+                assert list(had) == ["pipe", "null"]
+                assert os.readlink(f"/proc/self/fd/{had['null']}") == "/dev/null"
+                assert not any(os.get_inheritable(fd) for fd in had.values())
+                os.write(had["pipe"], b"hello")
+                assert told(reader) == b"hello"
+                for fd in had.values():
+                    os.close(fd)
+            names = [os.readlink(entry) for entry in Path(f"/proc/{answer.vmm_pid}/fd").iterdir()]
+            assert len(names) == 3  # the VMM has none of it
+            for sock in idle:
+                sock.close()
+            os.kill(answer.shim_pid, signal.SIGTERM)
+            await ended(answer, run_dir)
+        assert not (run_dir / shim.LINK_SOCKET).exists()
+        assert await shim.fetch(run_dir) == {}
+
+    asyncio.run(main())
+    assert told(reader) == b""  # the last copy of the other end is closed
+    os.close(reader)
+
+
+@pytest.mark.skipif(not ROOT, reason="connecting as another user needs root")
+def test_another_user_is_served_nothing(run_dir: Path) -> None:
+    run_dir.chmod(0o755)
+
+    async def main() -> None:
+        asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        asked.bind(str(run_dir / shim.LINK_SOCKET))
+        (run_dir / shim.LINK_SOCKET).chmod(0o666)
+        asked.listen(4)
+        with open("/dev/null") as null:
+            options = {"serve": {"null": null.fileno()}, "serve_socket": asked.fileno()}
+            async with started(run_dir, SLEEP, **options):
+                asked.close()
+                pid = os.fork()
+                if pid == 0:
+                    os.setresuid(65534, 65534, 65534)
+                    os._exit(9 if asyncio.run(shim.fetch(run_dir)) else 0)
+                assert os.waitpid(pid, 0)[1] == 0
+                had = await shim.fetch(run_dir)
+                os.close(had["null"])
+
+    asyncio.run(main())

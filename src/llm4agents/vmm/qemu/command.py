@@ -22,7 +22,6 @@ from llm4agents.vmm.base import Accelerator, Disk, MachineSpec
 FIRST_FD = 3
 AGENT_PORT = "llm4agents.agent"
 """Name of the virtio-serial port: /sys/class/virtio-ports/*/name in the guest."""
-NIC_MAC = "02:4c:34:00:00:01"
 VOLUME_SLOTS = tuple(f"vol{number}" for number in range(limits.VOLUME_SLOTS))
 FILE = "-file"
 """Ends the name of the node that is the file of a qcow2 node."""
@@ -79,10 +78,15 @@ def machine_args(spec: MachineSpec, accelerator: Accelerator) -> list[str]:
     ]
 
 
-def device_args() -> list[str]:
+def netdev_args(tap: int | None) -> list[str]:
+    """The NIC's other end: a tap (without vnet_hdr: the guest has agreed to none), or a hub port with nothing on it."""
+    return ["-netdev", "hubport,id=nic0,hubid=0" if tap is None else f"tap,id=nic0,fd={tap},vhost=off"]
+
+
+def device_args(tap: int | None = None) -> list[str]:
     """Every device of every machine, each on a transport of its own so that the guest's order never changes.
 
-    The NIC hangs on a hub port with nothing else on it, the volumes are empty: slots for a clone to fill.
+    The NIC's backend is `netdev_args`, the volumes are empty: slots for a clone to fill.
     """
     args: list[str] = []
     bus = [f"virtio-mmio-bus.{_TRANSPORTS - 1 - place}" for place in range(len(SLOTS) + 2)]
@@ -93,12 +97,12 @@ def device_args() -> list[str]:
         args += ["-device", device]
     # Port 0 is reserved for a console; the default of 31 ports costs the guest 64 queues.
     serial = f"virtio-serial-device,bus={bus[-2]},id=serial0,max_ports=2"
-    nic = f"virtio-net-device,bus={bus[-1]},netdev=nic0,id=nic0-dev,mac={NIC_MAC}"
+    nic = f"virtio-net-device,bus={bus[-1]},netdev=nic0,id=nic0-dev,mac={limits.GUEST_MAC}"
     return [
         *args,
         *("-device", serial),
         *("-device", f"virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}"),
-        *("-netdev", "hubport,id=nic0,hubid=0"),
+        *netdev_args(tap),
         *("-device", nic),
     ]
 
@@ -127,9 +131,11 @@ def build(
     tsc_khz: int,
     clone: bool,
     bare: bool = False,
+    tap: bool = False,
 ) -> Command:
     """The command that boots `spec` with `disks`, or (`clone`) waits for the state of a snapshot of it.
 
+    `tap`: the NIC is connected to the descriptor `tap`, which changes nothing a snapshot depends on.
     `bare`: that state is of the devices alone (`xen-save-devices-state`), without what a whole migration has around it.
     Descriptor names: `qmp`, `agent` (listening sockets), `memory`, `kernel`, `initrd`, and for each disk its
     slot and `slot.backing`, `slot.backing1`… (nearest first). Raises InvalidRequestError when
@@ -154,7 +160,7 @@ def build(
             args += ["-add-fd", f"fd={fds[name]},set={fds[name]}"]
         for node in _nodes(slot, by_slot.get(slot), fds):
             args += ["-blockdev", json.dumps(node, separators=(",", ":"))]
-    args += device_args()
+    args += device_args(fds["tap"] if tap else None)
     if clone:
         args += ["-S", "-incoming", "defer"]
         if bare:

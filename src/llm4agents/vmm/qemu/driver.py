@@ -252,17 +252,28 @@ class QemuDriver:
         """
         qemu = probe.find_qemu(self._settings.qemu)
         built = command.build(
-            spec, disks, qemu=qemu, accelerator=can.accelerator, tsc_khz=can.tsc_khz, clone=clone, bare=bare
+            spec,
+            disks,
+            qemu=qemu,
+            accelerator=can.accelerator,
+            tsc_khz=can.tsc_khz,
+            clone=clone,
+            bare=bare,
+            tap=placement.tap is not None,
         )
         run_dir = placement.run_dir
-        for name in (shim_.EXIT, shim_.DEADLINE, AGENT_SOCKET, QMP_SOCKET):
+        for name in (shim_.EXIT, shim_.DEADLINE, AGENT_SOCKET, QMP_SOCKET, shim_.LINK_SOCKET):
             (run_dir / name).unlink(missing_ok=True)
         if placement.deadline_unix is not None:
             shim_.write_deadline(run_dir, placement.deadline_unix)
         with contextlib.ExitStack() as stack:
-            given = dict(fds)
+            given = dict(fds) if placement.tap is None else {**fds, "tap": placement.tap}
             for name, socket_name in (("qmp", QMP_SOCKET), ("agent", AGENT_SOCKET)):
                 given[name] = stack.enter_context(_listen(run_dir, socket_name)).fileno()
+            asked = None
+            if placement.serve:
+                asked = stack.enter_context(_listen(run_dir, shim_.LINK_SOCKET, socket.SOCK_SEQPACKET))
+                asked.setblocking(False)
             size_max = _open_disks(disks, given, stack)
             root = os.geteuid() == 0
             lease = uids.lease(placement.id) if root else None
@@ -281,7 +292,9 @@ class QemuDriver:
                 hold=[lease.fd] if lease is not None else [],
                 uid=lease.uid if lease is not None else None,
                 gid=_gid(can.accelerator, lease),
-                unlink=[AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE],
+                serve=placement.serve,
+                serve_socket=asked.fileno() if asked is not None else None,
+                unlink=[AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET],
             )
             qmp = stack.enter_context(connect(run_dir, QMP_SOCKET))
             channel = stack.enter_context(connect(run_dir, AGENT_SOCKET))
@@ -329,7 +342,7 @@ class QemuDriver:
                             signal.pidfd_send_signal(fd, signal.SIGKILL)
                     finally:
                         os.close(fd)
-        for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, *shim_.LOGS):
+        for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET, *shim_.LOGS):
             (record.run_dir / name).unlink(missing_ok=True)
 
 
@@ -362,9 +375,9 @@ async def _gone(pid: int, ticks: int) -> None:
             os.close(fd)
 
 
-def _listen(run_dir: Path, name: str) -> socket.socket:
+def _listen(run_dir: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A listening socket in `run_dir` only we may connect to."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sock.bind(f"/proc/self/fd/{directory}/{name}")

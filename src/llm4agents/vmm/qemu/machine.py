@@ -98,7 +98,7 @@ class QemuMachine:
             os.waitpid(self.record.shim_pid, os.WNOHANG)  # noqa: ASYNC222
         ended = shim_.read_exit(self.record.run_dir)
         if ended.reason == "lost":
-            for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE):
+            for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET):
                 (self.record.run_dir / name).unlink(missing_ok=True)
         self._close()
         self._publish(MachineEvent("ended", describe(ended)))

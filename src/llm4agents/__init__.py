@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from llm4agents.sdk._async.sandbox import AsyncSandbox
     from llm4agents.sdk._async.secrets import AsyncSecrets
     from llm4agents.sdk._jobs import JobInfo, JobRun
+    from llm4agents.sdk._landing import Downloaded, ProtectedPath
     from llm4agents.sdk._secrets import SecretInfo
     from llm4agents.sdk._sync.observe import Observer
     from llm4agents.sdk._sync.sandbox import Sandbox
@@ -73,7 +74,7 @@ _ERRORS = (
     "BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError GuestError "
     "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError "
     "PathNotFoundError PortError PortRefusedError ProgramFailedError ProtocolError "
-    "SandboxDiedError SandboxNotFoundError "
+    "ProtectedPathError SandboxDiedError SandboxNotFoundError "
     "SandboxPausedError ServerUnavailableError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
@@ -93,6 +94,7 @@ _HOMES = {
     "JobRun": "llm4agents.sdk._jobs",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
     **dict.fromkeys(_RESULTS.split(), "llm4agents.sdk.results"),
+    **dict.fromkeys(("Downloaded", "ProtectedPath"), "llm4agents.sdk._landing"),
     **dict.fromkeys(("FileChange", "FileMatch", "SearchResult"), "llm4agents.sdk.tree_results"),
 }
 
@@ -106,6 +108,7 @@ __all__ = [
     "ConflictError",
     "ConnectionLostError",
     "CorruptSnapshotError",
+    "Downloaded",
     "EmulationWarning",
     "ExecResult",
     "Execution",
@@ -130,6 +133,8 @@ __all__ = [
     "ProcessInfo",
     "ProcessOutput",
     "ProgramFailedError",
+    "ProtectedPath",
+    "ProtectedPathError",
     "ProtocolError",
     "Result",
     "Sandbox",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from llm4agents import limits
+from llm4agents import limits, protected
 from llm4agents.errors import InvalidRequestError
 
 _PREFIX = "LLM4AGENTS_"
@@ -84,6 +84,8 @@ class Settings:
     """`LLM4AGENTS_POOL="python=2,base/1x512=1"`: machines kept ready, by template and (optionally) shape."""
     webhooks: bool = True
     """Whether jobs may have the server call URLs."""
+    protected_paths: tuple[str, ...] = ()
+    """Patterns, between colons or line ends, of paths that leave no sandbox here, whatever a client allows."""
     otel: bool = False
     """Send spans to OpenTelemetry (needs the extra `otel`)."""
     vault_key: Path | None = None
@@ -145,6 +147,15 @@ def load(env: Mapping[str, str]) -> Settings:
         except ValueError as error:
             raise InvalidRequestError(f"{_PREFIX}POOL: {error}") from None
 
+    def patterns(name: str) -> tuple[str, ...]:
+        found = tuple(filter(None, (part.strip() for part in re.split(r"[:\n]", text(name) or ""))))
+        for pattern in found:
+            if (problem := protected.problem(pattern)) is not None:
+                raise InvalidRequestError(
+                    f"{_PREFIX}{name}: {problem}", hint="for example .git/hooks:/etc/*:**/secrets"
+                )
+        return found
+
     def directory(name: str, xdg: str, default: str) -> Path:
         raw = text(name)
         if raw is not None:
@@ -189,6 +200,7 @@ def load(env: Mapping[str, str]) -> Settings:
         memory_reserve_mib=None if reserve is None else int(reserve),
         pool=pool(),
         webhooks=boolean("WEBHOOKS", True),
+        protected_paths=patterns("PROTECTED_PATHS"),
         otel=boolean("OTEL", False),
         vault_key=path("VAULT_KEY"),
         ca=path("CA"),

@@ -7,6 +7,7 @@ without reading words:
     LLM4AgentsError
     ├── NotStartedError          outcome "not_started": nothing ran, nothing was charged; safe to retry
     │   ├── InvalidRequestError      the call itself is wrong (also a ValueError)
+    │   ├── ProtectedPathError       the file would be one that a machine obeys without being asked
     │   ├── NotFoundError            no sandbox, template, file or process of that name
     │   │   ├── SandboxNotFoundError
     │   │   ├── TemplateNotFoundError
@@ -68,6 +69,13 @@ class InvalidRequestError(NotStartedError, ValueError):
 
     code = "invalid_request"
     http_status = 400
+
+
+class ProtectedPathError(NotStartedError):
+    """That path is protected: nothing was written there."""
+
+    code = "protected_path"
+    http_status = 403
 
 
 class NotFoundError(NotStartedError):

@@ -178,4 +178,10 @@ WORKER_LOG_BYTES_MAX: Final = 4_194_304
 SECRET_BYTES_MAX: Final = 16_384
 SANDBOX_SECRETS_BYTES_MAX: Final = 49_152
 """Of all values one sandbox's bindings name, as JSON: they travel in one control message, beside its policy."""
+PROTECTED_REPORTED_MAX: Final = 1_000
+"""Paths that a download names as left out; those past it are counted."""
+PROTECT_PATHS_MAX: Final = 64
+"""Of one sandbox's `protect=`."""
+PROTECT_BYTES_MAX: Final = 1 << 30
+"""Of what lies at those paths, together."""
 SECRETS_MAX: Final = 1_000

@@ -10,12 +10,13 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries", "protected"}
+BASE = {"errors", "config", "limits", "binaries", "protected", "tarblocks"}
 MAY_IMPORT = {
     "errors": set(),
     "limits": set(),
     "protected": set(),
-    "config": {"errors", "limits"},
+    "tarblocks": {"errors", "limits", "protected"},
+    "config": {"errors", "limits", "protected"},
     "binaries": {"config", "errors"},
     "store": BASE,
     "guest": BASE,
@@ -42,6 +43,8 @@ PURE = [
     "vmm/qemu/command.py",
     "errors.py",
     "limits.py",
+    "protected.py",
+    "tarblocks.py",
 ]
 IO_MODULES = {
     "asyncio",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import parse_qsl
 
+import structlog
 from starlette.requests import HTTPConnection, Request
 
+from llm4agents import protected
 from llm4agents.config import Settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
 from llm4agents.engine.tracing import Tracing
-from llm4agents.errors import InvalidRequestError, SandboxNotFoundError
+from llm4agents.errors import InvalidRequestError, ProtectedPathError, SandboxNotFoundError
+
+log = structlog.get_logger()
 
 HOME = "/home/user"
 _ID = re.compile(r"sbx_[a-z0-9]{20}")
@@ -63,6 +68,27 @@ def query_path(request: Request) -> str:
     """`path` of the query, whatever bytes it has: names in a guest need not be UTF-8."""
     query = request.scope["query_string"].decode("ascii", "surrogateescape")
     return guest_path(dict(parse_qsl(query, errors="surrogateescape")).get("path", ""))
+
+
+def protected_paths(request: HTTPConnection) -> tuple[str, ...]:
+    return of(request).settings.protected_paths
+
+
+def check_protected(request: HTTPConnection, sandbox: str, path: str, what: str) -> None:
+    """Raises ProtectedPathError for a path that the operator says leaves no sandbox."""
+    if protected.match(path, protected_paths(request), defaults=False) is not None:
+        log.warning("protected_path_refused", sandbox=sandbox, path=path, what=what)
+        raise ProtectedPathError(
+            f"{path} is protected: {protected.OPERATOR}",
+            hint="there is no way around the operator's list",
+            path=path,
+        )
+
+
+def protected_headers(request: HTTPConnection) -> dict[str, str]:
+    """What a client must not write on its machine either, whatever it is called here."""
+    patterns = protected_paths(request)
+    return {"x-protected-paths": json.dumps(patterns)} if patterns else {}
 
 
 def user_of(user: str | None) -> str | int:

@@ -13,6 +13,12 @@ Memory = Annotated[int | None, typer.Option("--memory-mib", help="Memory; builds
 Vcpus = Annotated[int | None, typer.Option("--vcpus", help="vCPUs; builds a variant if new.")]
 RequireKvm = Annotated[bool, typer.Option("--require-kvm", help="Refuse software emulation.")]
 User = Annotated[str | None, typer.Option("--user", "-u", help="As whom in the guest (default: user).")]
+AllowProtected = Annotated[
+    bool,
+    typer.Option(
+        "--allow-protected", help="Also what this machine would obey: .bashrc, .git/hooks, .mcp.json…"
+    ),
+]
 
 
 def pairs(given: list[str] | None, option: str) -> dict[str, str] | None:

@@ -9,11 +9,22 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llm4agents.errors import InvalidRequestError, LLM4AgentsError, NotStartedError, ProgramFailedError
+from llm4agents.errors import (
+    InvalidRequestError,
+    LLM4AgentsError,
+    NotStartedError,
+    ProgramFailedError,
+    ProtectedPathError,
+)
 
-CODE_FAILED, USAGE, NOT_STARTED, UNKNOWN = 1, 2, 3, 4
+if TYPE_CHECKING:
+    from llm4agents.sdk._landing import Downloaded
+
+CODE_FAILED, USAGE, NOT_STARTED, UNKNOWN, PROTECTED = 1, 2, 3, 4, 5
+NAMED_MAX = 10
+"""Protected paths that are named one by one."""
 
 
 def report(error: LLM4AgentsError) -> int:
@@ -25,12 +36,28 @@ def report(error: LLM4AgentsError) -> int:
         return CODE_FAILED
     if isinstance(error, InvalidRequestError):
         return USAGE
+    if isinstance(error, ProtectedPathError):
+        return PROTECTED
     return NOT_STARTED if isinstance(error, NotStartedError) else UNKNOWN
 
 
 def say(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def left_out(done: Downloaded) -> int:
+    """Says what was not copied out since this machine would obey it; the exit code that goes with it, or 0."""
+    if not done.protected_count:
+        return 0
+    for found in done.protected[:NAMED_MAX]:
+        say(f"protected, not copied: {found.path!r}: {found.reason}")
+    if done.protected_count > NAMED_MAX:
+        say(f"… and {done.protected_count - NAMED_MAX} more")
+    say(
+        "hint: --allow-protected copies them too, except for those of the operator's list; look at them first"
+    )
+    return PROTECTED
 
 
 def emit(value: Any) -> None:

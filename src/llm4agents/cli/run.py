@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,8 @@ import typer
 
 from llm4agents import limits
 from llm4agents.cli import options
-from llm4agents.errors import PathNotFoundError
+from llm4agents.errors import PathNotFoundError, ProtectedPathError
+from llm4agents.sdk._landing import Downloaded, ProtectedPath
 
 if TYPE_CHECKING:
     from llm4agents import Execution, Result, Sandbox
@@ -54,6 +56,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help=f"Save figures, and what the code writes to {OUT}.")
     ] = None,
+    allow_protected: options.AllowProtected = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds the code may run; 0: no limit.")
     ] = limits.CODE_TIMEOUT_S,
@@ -65,7 +68,8 @@ def run(
 ) -> None:
     """Run code in a microVM: prints its output as it comes, then the last value.
 
-    Exit code 1 when the code fails, with the traceback on stderr.
+    Exit code 1 when the code fails, with the traceback on stderr; 5 when something of --out was not copied since this
+    machine would obey it (.bashrc, .git/hooks…; --allow-protected).
     """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
@@ -80,7 +84,20 @@ def run(
     progress = output.Progress()
     if in_ is not None:
         sandbox = Sandbox.connect(ids.resolve(in_))
-        raise typer.Exit(_in(sandbox, source, files or [], out, timeout, variables, json, language, context))
+        raise typer.Exit(
+            _in(
+                sandbox,
+                source,
+                files or [],
+                out,
+                allow_protected,
+                timeout,
+                variables,
+                json,
+                language,
+                context,
+            )
+        )
     with progress:
         sandbox = Sandbox.create(
             template or _TEMPLATES.get(language or "", limits.DEFAULT_TEMPLATE),
@@ -91,7 +108,9 @@ def run(
             on_progress=progress,
         )
     with sandbox:
-        status = _in(sandbox, source, files or [], out, timeout, None, json, language, "default")
+        status = _in(
+            sandbox, source, files or [], out, allow_protected, timeout, None, json, language, "default"
+        )
     raise typer.Exit(status)
 
 
@@ -119,13 +138,14 @@ def _in(
     source: str,
     files: list[str],
     out: Path | None,
+    allow_protected: bool,
     timeout: float,
     env: dict[str, str] | None,
     as_json: bool,
     language: str | None,
     context: str,
 ) -> int:
-    from llm4agents.cli.output import Progress, emit, say
+    from llm4agents.cli.output import Progress, emit, left_out, say
 
     with Progress() as progress:
         for name in files:
@@ -149,16 +169,26 @@ def _in(
         on_stdout=show(sys.stdout),
         on_stderr=show(sys.stderr),
     )
-    saved = [] if out is None else [*_save(done.results, out), *_collect(sandbox, out)]
+    saved: list[Path] = []
+    protected = Downloaded("")
+    if out is not None:
+        saved += _save(done.results, out)
+        saved += _collect(sandbox, out, allow_protected, protected)
     if as_json:
-        emit(_as_dict(sandbox.id, done, saved))
+        emit(
+            {
+                **_as_dict(sandbox.id, done, saved),
+                "protected": [asdict(found) for found in protected.protected],
+            }
+        )
     else:
         _show_value(done, out)
         for path in saved:
             say(f"saved {path}")
         if done.error is not None:
             say(done.error.traceback.rstrip() or str(done.error))
-    return 1 if done.error is not None else 0
+    status = left_out(protected)
+    return 1 if done.error is not None else status
 
 
 def _show_value(done: Execution, out: Path | None) -> None:
@@ -203,17 +233,30 @@ def _save(results: list[Result], out: Path) -> list[Path]:
     return saved
 
 
-def _collect(sandbox: Sandbox, out: Path) -> list[Path]:
-    """What the code wrote to /home/user/out."""
+def _collect(sandbox: Sandbox, out: Path, allow_protected: bool, left: Downloaded) -> list[Path]:
+    """What the code wrote to /home/user/out; `left` is told what of it was left out."""
     try:
         entries = sandbox.files.list(OUT)
     except PathNotFoundError:
         return []
-    return [
-        sandbox.files.download(entry.path, out / entry.name)
-        for entry in entries
-        if entry.is_file or entry.is_dir
-    ]
+    saved: list[Path] = []
+    found: list[ProtectedPath] = []
+    for entry in entries:
+        if not (entry.is_file or entry.is_dir) or "/" in entry.name or entry.name in ("", ".", ".."):
+            continue  # the guest's words: a name, and nothing else
+        try:
+            got = sandbox.files.download(
+                f"{OUT}/{entry.name}", out / entry.name, allow_protected=allow_protected
+            )
+        except ProtectedPathError as error:
+            found.append(ProtectedPath(entry.name, str(error.details.get("reason") or error.message)))
+            left.protected_count += 1
+            continue
+        found += [replace(one, path=f"{entry.name}/{one.path}") for one in got.protected]
+        left.protected_count += got.protected_count
+        saved.append(got)
+    left.protected = found
+    return saved
 
 
 def _as_dict(id: str, done: Execution, saved: list[Path]) -> dict[str, Any]:

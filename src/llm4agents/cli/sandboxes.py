@@ -166,12 +166,14 @@ def cp(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Left out of a directory copied out; repeatable.")
     ] = None,
+    allow_protected: options.AllowProtected = False,
     user: options.User = None,
     json: options.Json = False,
 ) -> None:
     """Copy files into a sandbox (LOCAL ID:PATH) or out of one (ID:PATH LOCAL).
 
-    A directory is copied with all that is in it; links in it stay links.
+    A directory is copied with all that is in it; links in it stay links. What this machine would obey without being
+    asked (.bashrc, .git/hooks, .vscode/tasks.json…) is not copied out, and named; the exit code is 5 then.
     """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
@@ -181,6 +183,7 @@ def cp(
         raise typer.BadParameter(
             "one of the two is ID:PATH, the other a path here", param_hint="SOURCE TARGET"
         )
+    got = None
     with output.Progress() as progress:
         if into is not None:
             sandbox = Sandbox.connect(ids.resolve(into[0]))
@@ -191,15 +194,23 @@ def cp(
             assert out is not None
             sandbox = Sandbox.connect(ids.resolve(out[0]))
             step = progress.copied(source)
-            done = str(
-                sandbox.files.download(
-                    out[1] or ".", target, exclude=exclude or (), user=user, on_progress=step
-                )
+            got = sandbox.files.download(
+                out[1] or ".",
+                target,
+                exclude=exclude or (),
+                allow_protected=allow_protected,
+                user=user,
+                on_progress=step,
             )
+            done = str(got)
+    code = 0 if got is None else output.left_out(got)
     if json:
-        output.emit({"copied": done})
+        protected = [] if got is None else [dataclasses.asdict(found) for found in got.protected]
+        output.emit({"copied": done, "protected": protected})
     else:
         output.say(f"copied to {done}")
+    if code:
+        raise typer.Exit(code)
 
 
 def _into(sandbox: Sandbox, where: str, source: str, user: str | None) -> str:

@@ -1,8 +1,8 @@
 """A sandbox's tar stream unpacked on this machine, never outside the target: what `files.download` does. Blocking I/O.
 
-The stream is the guest's, and the guest is hostile. So tarfile only reads one header block at a time (its own reading
-of extended headers, and its checks of links, have no bounds or have had holes), and nothing is ever opened through a
-link: directories are walked by descriptor, files appear under another name and are renamed.
+The stream is the guest's, and the guest is hostile. So its headers are read by `tarblocks`, and nothing is ever opened
+through a link: directories are walked by descriptor, files appear under another name and are renamed. What this machine
+would obey is left out and reported (`_landing.Guard`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import os
 import stat
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llm4agents import limits
+from llm4agents import protected, tarblocks
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError, ProtocolError, UnsupportedPlatformError
+from llm4agents.sdk._landing import Guard, ProtectedPath
+from llm4agents.tarblocks import BLOCK
 
-BLOCK = tarfile.BLOCKSIZE
 PIECE_BYTES = 262_144
-RECORDS_BYTES_MAX = 65_536
-"""Of a pax header: two paths and some numbers."""
-DEPTH_MAX = 1_024
 TRAILER = b"LLM4AGENTS-TAR "
 TRAILER_BYTES_MAX = 65_536
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -33,18 +31,22 @@ Read = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """`left_out`: links that lead out of the target, devices, sockets; `unreadable`: what the server could not read."""
+    """`left_out`: links that lead out of the target, devices, sockets; `unreadable`: what the server could not read;
+    `protected`: what this machine would obey, `protected_count` of them."""
 
     entries: int = 0
     left_out: int = 0
     unreadable: int = 0
     first_unreadable: str | None = None
+    protected: tuple[ProtectedPath, ...] = ()
+    protected_count: int = 0
 
 
-def unpack(read: Read, target: Path) -> Unpacked:
+def unpack(read: Read, target: Path, guard: Guard | None = None) -> Unpacked:
     """Unpack into `target`, which is made. Files keep mode (without set-id bits and writing by others) and mtime.
 
-    Raises ProtocolError for a stream that is broken or cut, InvalidRequestError for what this machine refuses.
+    `guard` says what is left out (default: all that is protected). Raises ProtocolError for a stream that is broken or
+    cut, InvalidRequestError for what this machine refuses.
     """
     if os.open not in os.supports_dir_fd:
         raise UnsupportedPlatformError(
@@ -56,8 +58,10 @@ def unpack(read: Read, target: Path) -> Unpacked:
     except OSError as error:
         raise InvalidRequestError(f"{target} cannot be written: {error.strerror}") from error
     place = _Place(root, target)
+    guard = Guard(target) if guard is None else guard
     try:
-        return _members(read, place)
+        done = _members(read, place, guard)
+        return replace(done, protected=tuple(guard.found), protected_count=guard.count)
     except LLM4AgentsError:
         raise  # of the stream, though some are OSErrors
     except OSError as error:
@@ -67,7 +71,7 @@ def unpack(read: Read, target: Path) -> Unpacked:
         place.close()
 
 
-def _members(read: Read, place: _Place) -> Unpacked:
+def _members(read: Read, place: _Place, guard: Guard) -> Unpacked:
     entries = left_out = 0
     records: dict[str, bytes] = {}
     while True:
@@ -78,92 +82,60 @@ def _members(read: Read, place: _Place) -> Unpacked:
             )
         if not any(block):
             break
-        info = _header(block)
+        info = tarblocks.header(block)
         if info.type == tarfile.XHDTYPE:
-            records = _records(read, info.size)
+            records = tarblocks.records(read(info.size + -info.size % BLOCK)[: info.size])
             continue
         name = records.get("path", os.fsencode(info.name))
         link = records.get("linkpath", os.fsencode(info.linkname))
-        size, mtime = _number(records, "size", info.size), _mtime(records, float(info.mtime))
+        size = tarblocks.number(records, "size", info.size)
+        mtime = tarblocks.mtime(records, float(info.mtime))
         records = {}
         entries += 1
-        parts = _parts(name)
+        parts = tarblocks.parts(name)
         if info.isreg():
-            place.file(parts, read, size, info.mode, mtime)
+            if guard.refuses(parts):
+                _skip(read, size)
+            else:
+                place.file(parts, read, size, info.mode, mtime)
         elif info.isdir():
-            place.directory(parts, info.mode)
-        elif not (
-            (info.issym() and place.symlink(parts, link))
-            or (info.islnk() and place.hard_link(parts, _parts(link)))
-        ):
+            if not guard.refuses(parts, "directory"):
+                place.directory(parts, info.mode)
+        elif info.issym():
+            inside = _inside(parts, link)
+            if inside is None:
+                left_out += 1
+            elif not guard.refuses_link(parts, inside, symbolic=True):
+                place.symlink(parts, link)
+        elif info.islnk():
+            first = tarblocks.parts(link)
+            if not guard.refuses_link(parts, first, symbolic=False) and not place.hard_link(parts, first):
+                left_out += 1
+        else:
             left_out += 1
-    return _end(read, Unpacked(entries, left_out))
+    return _end(read, Unpacked(entries, left_out), guard)
 
 
-def _header(block: bytes) -> tarfile.TarInfo:
-    try:
-        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except (tarfile.HeaderError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"the sandbox's tar stream is broken: {error}") from None
-    if info.size < 0 or not (
-        info.type in (tarfile.XHDTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.REGTYPE)
-        or info.isdev()
-    ):
-        raise ProtocolError("the sandbox's tar stream has a member of a strange kind")
-    return info
+def _skip(read: Read, size: int) -> None:
+    left = size + -size % BLOCK
+    while left:
+        piece = read(min(left, PIECE_BYTES))
+        if not piece:
+            raise ProtocolError("the sandbox's tar stream broke off", hint="call again")
+        left -= len(piece)
 
 
-def _records(read: Read, size: int) -> dict[str, bytes]:
-    if size > RECORDS_BYTES_MAX:
-        raise ProtocolError("the sandbox's tar stream has a header without end")
-    data = read(size + -size % BLOCK)[:size]
-    found: dict[str, bytes] = {}
-    while data:
-        length, space, _ = data.partition(b" ")
-        if (
-            not space
-            or not length.isdigit()
-            or len(length) > 6
-            or not len(length) + 2 < int(length) <= len(data)
-        ):
-            raise ProtocolError("the sandbox's tar stream has a broken header")
-        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        found[key.decode("ascii", "replace")] = value
-        data = data[int(length) :]
-    return found
+def _inside(parts: list[str], target: bytes) -> list[str] | None:
+    """Where a symbolic link leads; None when that is out of the tree: absolute, or with `..` anywhere but at its
+    beginning, or too many of them."""
+    names = [name for name in os.fsdecode(target).split("/") if name not in ("", ".")]
+    ups = next((at for at, name in enumerate(names) if name != ".."), len(names))
+    if not target or target.startswith(b"/") or b"\0" in target or ups >= len(parts) or ".." in names[ups:]:
+        return None
+    return [*parts[: len(parts) - 1 - ups], *names[ups:]]
 
 
-def _number(records: dict[str, bytes], name: str, default: int) -> int:
-    text = records.get(name)
-    if text is None:
-        return default
-    if not text.isdigit() or len(text) > 18:
-        raise ProtocolError(f"the sandbox's tar stream has no sane {name}")
-    return int(text)
-
-
-def _mtime(records: dict[str, bytes], default: float) -> int:
-    """In nanoseconds."""
-    text = records.get("mtime")
-    if text is None:
-        return int(default) * 10**9
-    whole, _, fraction = text.removeprefix(b"-").partition(b".")
-    if not whole.isdigit() or len(whole) > 11 or not (fraction or b"0").isdigit():
-        raise ProtocolError("the sandbox's tar stream has no sane mtime")
-    value = int(whole) * 10**9 + int(fraction[:9].ljust(9, b"0"))
-    return -value if text.startswith(b"-") else value
-
-
-def _parts(name: bytes) -> list[str]:
-    parts = os.fsdecode(name).rstrip("/").split("/")
-    if len(name) > limits.PATH_BYTES_MAX or len(parts) > DEPTH_MAX or b"\0" in name:
-        raise ProtocolError("the sandbox's tar stream has a name beyond every path")
-    if any(part in ("", ".", "..") for part in parts):
-        raise ProtocolError(f"the sandbox's tar stream has a member that leads out of it: {name[:200]!r}")
-    return parts
-
-
-def _end(read: Read, done: Unpacked) -> Unpacked:
+def _end(read: Read, done: Unpacked, guard: Guard) -> Unpacked:
     """The rest of the stream, and in it what the server says was left out."""
     rest = read(TRAILER_BYTES_MAX)
     while read(PIECE_BYTES):
@@ -174,6 +146,9 @@ def _end(read: Read, done: Unpacked) -> Unpacked:
     try:
         said = json.loads(rest[at + len(TRAILER) :].partition(b"\n")[0])
         first = said.get("first_unreadable")
+        for path in said.get("protected_paths") or ():
+            guard.report(str(path), protected.OPERATOR)
+        guard.count += max(0, int(said.get("protected") or 0) - len(said.get("protected_paths") or ()))
         return Unpacked(
             done.entries,
             done.left_out + int(said.get("skipped") or 0),
@@ -264,20 +239,8 @@ class _Place:
     def directory(self, parts: list[str], mode: int) -> None:
         os.fchmod(self._directory_at(parts), stat.S_IMODE(mode) & 0o755 | 0o700)
 
-    def symlink(self, parts: list[str], target: bytes) -> bool:
-        """False for one that leads out: absolute, or with `..` anywhere but at its beginning, or too many of them."""
-        names = [name for name in os.fsdecode(target).split("/") if name not in ("", ".")]
-        ups = next((at for at, name in enumerate(names) if name != ".."), len(names))
-        if (
-            not target
-            or target.startswith(b"/")
-            or b"\0" in target
-            or ups >= len(parts)
-            or ".." in names[ups:]
-        ):
-            return False
+    def symlink(self, parts: list[str], target: bytes) -> None:
         self._put(parts, lambda name, directory: os.symlink(target, os.fsencode(name), dir_fd=directory))
-        return True
 
     def hard_link(self, parts: list[str], first: list[str]) -> bool:
         source = os.dup(self._directory_at(first[:-1]))

@@ -396,6 +396,15 @@ def segment(name: str) -> str:
     return quote(os_text(name), safe="")
 
 
+def protected_by(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """The patterns of paths that the server's operator protects, as an answer with files has them."""
+    try:
+        said = json.loads(headers.get("x-protected-paths") or "[]")
+        return tuple(pattern for pattern in said if isinstance(pattern, str))
+    except (ValueError, TypeError):
+        raise ProtocolError("the server said in no way we know what is protected") from None
+
+
 def object_of(body: bytes) -> dict[str, Any]:
     """The JSON object an answer is."""
     return _object(body) if body.strip() else {}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import random
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tars import DIRECTORY, FILE, HARD, LINK, archive, reader
 
 from llm4agents import AsyncSandbox, GuestError, Sandbox
 from llm4agents.config import Settings
@@ -30,29 +30,6 @@ def packed(top: Path) -> bytes:
     data = b"".join(iter(lambda: packer.read(1), b""))
     assert packer.done == packer.total
     return data
-
-
-def reader(data: bytes) -> Callable[[int], bytes]:
-    return io.BytesIO(data).read
-
-
-def archive(*members: tuple[str, bytes, str | bytes]) -> bytes:
-    """Members of (name, type, content or target)."""
-    out = bytearray()
-    for name, kind, content in members:
-        info = tarfile.TarInfo(name)
-        info.type = kind
-        if isinstance(content, bytes):
-            info.size = len(content)
-        else:
-            info.linkname = content
-        out += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        if isinstance(content, bytes):
-            out += content + bytes(-len(content) % 512)
-    return bytes(out) + bytes(1024)
-
-
-FILE, LINK, HARD, DIRECTORY = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
 
 
 def test_a_tree_comes_back(tmp_path: Path) -> None:

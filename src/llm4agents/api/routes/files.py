@@ -32,13 +32,16 @@ async def read(
     length: Annotated[int | None, Query(ge=0)] = None,
     user: str | None = None,
 ) -> Response:
-    items = _read(await context.access(request, sandbox), context.query_path(request), offset, length, user)
+    source = context.query_path(request)
+    context.check_protected(request, context.check_id(sandbox), source, "read")
+    items = _read(await context.access(request, sandbox), source, offset, length, user)
     # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
     info = await anext(items)
     headers = {
         "x-file-size": str(info.size),
         "x-file-mode": str(info.mode),
         "x-file-mtime": repr(info.mtime),
+        **context.protected_headers(request),
     }
     return Stream(items, lines=False, media_type=BYTES, headers=headers)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
+import structlog
 from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
@@ -20,11 +21,15 @@ from llm4agents.api.routes.files import PathQuery, chunks, drain
 from llm4agents.engine import trees
 from llm4agents.engine.live import Live
 from llm4agents.errors import LLM4AgentsError
+from llm4agents.tarblocks import Sieve
 
+log = structlog.get_logger()
 router = APIRouter(prefix="/v1/sandboxes/{sandbox}/files")
 TAR = "application/x-tar"
 TRAILER = b"LLM4AGENTS-TAR "
 """Begins the block after the archive's end marker, where readers of tar look no more: what was left out, as JSON."""
+TRAILER_PATHS_MAX, TRAILER_PATH_CHARS_MAX = 50, 200
+"""Of what the operator protects: the whole trailer is within what a client reads of one."""
 EXCLUDES_MAX = 100
 User = str | None
 Pattern = Annotated[str, Field(min_length=1, max_length=1_024)]
@@ -75,23 +80,48 @@ async def tar_out(sandbox: str, request: Request, path: PathQuery, user: User = 
     query = request.scope["query_string"].decode("ascii", "surrogateescape")
     pairs = parse_qsl(query, errors="surrogateescape")
     exclude = [value for name, value in pairs if name == "exclude"][:EXCLUDES_MAX]
-    items = _tar(await context.access(request, sandbox), context.query_path(request), exclude, user)
+    top = context.query_path(request)
+    context.check_protected(request, context.check_id(sandbox), top, "tar")
+    live, patterns = await context.access(request, sandbox), context.protected_paths(request)
+    items = _tar(live, top, exclude, user, Sieve(top, patterns) if patterns else None)
     await anext(items)  # what cannot be opened is an HTTP error and not a cut body
-    return Stream(items, lines=False, media_type=TAR)
+    return Stream(items, lines=False, media_type=TAR, headers=context.protected_headers(request))
 
 
-async def _tar(live: Live, path: str, exclude: list[str], user: User) -> AsyncGenerator[Any, None]:
+async def _tar(
+    live: Live, path: str, exclude: list[str], user: User, sieve: Sieve | None
+) -> AsyncGenerator[Any, None]:
     stream = trees.tar_out(live, path, exclude=exclude, user=context.user_of(user))
-    async with contextlib.aclosing(stream) as items:
-        async for item in items:
-            yield trailer(item) if isinstance(item, trees.Packed) else item
+    try:
+        async with contextlib.aclosing(stream) as items:
+            async for item in items:
+                if isinstance(item, trees.Packed):
+                    yield trailer(item, sieve)
+                elif item is None or sieve is None:
+                    yield item
+                elif piece := sieve.feed(item):
+                    yield piece
+    finally:
+        if sieve is not None and sieve.count:
+            what = {"count": sieve.count, "paths": sieve.protected[:TRAILER_PATHS_MAX]}
+            log.warning("protected_paths_left_out", sandbox=live.row.id, path=path, **what)
 
 
-def trailer(packed: trees.Packed) -> bytes:
+def trailer(packed: trees.Packed, sieve: Sieve | None = None) -> bytes:
     """What was packed and what was not, in blocks of their own."""
     first = None if packed.first_unreadable is None else packed.first_unreadable[:500]
-    numbers = {"entries": packed.entries, "skipped": packed.skipped, "unreadable": packed.unreadable}
-    text = TRAILER + json.dumps({**numbers, "first_unreadable": first}).encode() + b"\n"
+    said: dict[str, Any] = {
+        "entries": packed.entries,
+        "skipped": packed.skipped,
+        "unreadable": packed.unreadable,
+        "first_unreadable": first,
+    }
+    if sieve is not None:
+        said["protected"] = sieve.count
+        said["protected_paths"] = [
+            path[:TRAILER_PATH_CHARS_MAX] for path in sieve.protected[:TRAILER_PATHS_MAX]
+        ]
+    text = TRAILER + json.dumps(said).encode() + b"\n"
     return text + bytes(-len(text) % 512)
 
 

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from mcp_types import ContentBlock, ImageContent, TextContent
 
 from llm4agents.errors import LLM4AgentsError
+from llm4agents.sdk._landing import Downloaded
 from llm4agents.sdk.results import ExecResult, Execution, FileInfo, Result, SandboxInfo
 
 TEXT_CHARS_MAX = 60_000
 """Of one piece of text: its beginning and its end are kept. About what agents take of one answer."""
 IMAGE_BYTES_MAX = 3_750_000
 """Models refuse larger pictures (5 MB in base64), and with them the whole conversation."""
+PROTECTED_NAMED_MAX = 20
+ASK_THE_USER = "if they are wanted, ask the user to copy them: llm4agents cp --allow-protected"
 _BARE_OBJECT = re.compile(r"<.* object( at 0x[0-9a-f]+)?>", re.DOTALL)
 _MAGIC = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"GIF8", "image/gif"))
 
@@ -114,6 +117,18 @@ def sandboxes(found: Sequence[SandboxInfo]) -> str:
         for info in found
     ]
     return "\n".join(lines) or "[no sandboxes]"
+
+
+def downloaded(done: Downloaded) -> str:
+    """Where to, and what was left out."""
+    if not done.protected_count:
+        return f"copied to {done}"
+    lines = [f"{found.path!r}: {found.reason}" for found in done.protected[:PROTECTED_NAMED_MAX]]
+    more = done.protected_count - len(lines)
+    return cut(
+        f"copied to {done}, without {done.protected_count} protected paths:\n"
+        + "\n".join([*lines, *([f"… and {more} more"] if more else []), f"({ASK_THE_USER})"])
+    )
 
 
 def problem(error: LLM4AgentsError) -> str:

@@ -22,7 +22,8 @@ from llm4agents import AsyncSandbox, __version__, limits
 from llm4agents.cli import output
 from llm4agents.cli.mcp import content, host_paths
 from llm4agents.cli.mcp.boxes import Boxes, OnProgress
-from llm4agents.errors import InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import InvalidRequestError, LLM4AgentsError, ProtectedPathError
+from llm4agents.sdk._landing import Downloaded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -323,7 +324,18 @@ def _host_files(server: MCPServer, boxes: Boxes, root: Path) -> None:
         host_path: Annotated[str, Field(description="Where to on the user's machine.")],
         sandbox_id: Which = None,
     ) -> str:
-        """Copy a file or directory of the sandbox to the user's machine."""
+        """Copy a file or directory of the sandbox to the user's machine.
+
+        What that machine would obey without being asked (.bashrc, .git/hooks, .vscode/tasks.json…) is left out.
+        """
         target = host_paths.inside(root, host_path)
         async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
-            return f"copied to {await sandbox.files.download(path, target)}"
+            return content.downloaded(await _download(sandbox, path, target))
+
+
+async def _download(sandbox: AsyncSandbox, path: str, target: Path) -> Downloaded:
+    try:
+        return await sandbox.files.download(path, target)
+    except ProtectedPathError as error:
+        error.hint = content.ASK_THE_USER
+        raise

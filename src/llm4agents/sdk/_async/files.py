@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, overload
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError, PathNotFoundError
 from llm4agents.sdk import _wire, results
 from llm4agents.sdk._async.trees import CHUNK_BYTES, AsyncTrees, Progress
+from llm4agents.sdk._landing import Downloaded, Guard
 from llm4agents.sdk._runtime import async_blocking, async_call, async_chunks
 
 if TYPE_CHECKING:
@@ -238,30 +239,42 @@ class AsyncFiles(AsyncTrees):
         local: str | os.PathLike[str] | None = None,
         *,
         exclude: Sequence[str] = (),
+        allow_protected: bool = False,
         user: str | None = None,
         on_progress: Progress | None = None,
-    ) -> Path:
+    ) -> Downloaded:
         """Copies a file or directory of the sandbox to this machine.
 
         `local` is the target's own name (default: the remote name here); an existing directory is the one
         to put it in. A file appears whole or not at all. Of a directory, `exclude` (globs) leaves out, and nothing is
         written outside the target: links that lead out of it are not made. GuestError, after all else has been
         copied, when `user` may not read some of it. Returns the path on this machine.
+
+        What this machine would obey without being asked (shell start-up files, git's hooks and configuration, what
+        editors and agents run: `llm4agents.protected`) is left out of a directory and is in the result's
+        `.protected`; a file of that kind is a ProtectedPathError. `allow_protected` copies it all the same, but for
+        what the server's operator protects.
         """
         source = _wire.path_of(remote)
         info = await self.stat(source, user=user)
         target = Path(local) if local is not None else Path()
         if target.is_dir():
             target = target / (posixpath.basename(source.rstrip("/")) or self._sandbox)
-        if not info.is_dir:
-            await self._download_file(source, target, info, user, on_progress)
-            return target
-        await self._download_tree(source, target, exclude, user, on_progress)
-        return target
+        if info.is_dir:
+            return await self._download_tree(source, target, exclude, allow_protected, user, on_progress)
+        await self._download_file(source, target, allow_protected, info, user, on_progress)
+        return Downloaded(target)
 
     async def _download_file(
-        self, source: str, target: Path, info: results.FileInfo, user: str | None, progress: Progress | None
+        self,
+        source: str,
+        target: Path,
+        allow: bool,
+        info: results.FileInfo,
+        user: str | None,
+        progress: Progress | None,
     ) -> None:
+        Guard(target, allow=allow).check()
         part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
         try:
             out = part.open("xb")
@@ -273,6 +286,7 @@ class AsyncFiles(AsyncTrees):
             with out:
                 got = 0
                 async with await self.read(source, "stream", user=user) as stream:
+                    Guard(target, allow=allow, never=_wire.protected_by(stream.headers)).check()
                     async for piece in stream:
                         await async_blocking(out.write, piece)
                         got += len(piece)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llm4agents.errors import GuestError, InvalidRequestError
 from llm4agents.sdk import _untar, _wire, tree_results
 from llm4agents.sdk._async.transport import AsyncEventStream
+from llm4agents.sdk._landing import Downloaded, Guard
 from llm4agents.sdk._runtime import async_call, async_chunks, async_fed
 from llm4agents.sdk._tar import Packer
 
@@ -95,11 +96,15 @@ class AsyncTrees:
         source: str,
         target: Path,
         exclude: Sequence[str],
+        allow: bool,
         user: str | None,
         progress: Progress | None,
-    ) -> None:
+    ) -> Downloaded:
         async with await self.tar(source, exclude=exclude, user=user) as stream:
-            done = await async_fed(lambda read: _untar.unpack(read, target), stream, progress)
+            guard = Guard(target, allow=allow, never=_wire.protected_by(stream.headers))
+            if guard.why_not((), "directory") is not None:
+                guard.check()
+            done = await async_fed(lambda read: _untar.unpack(read, target, guard), stream, progress)
         if done.unreadable:
             raise GuestError(
                 f"sandbox {self._sandbox}: {done.unreadable} files below {source} cannot be read by "
@@ -107,7 +112,12 @@ class AsyncTrees:
                 hint='user="root" reads everything, exclude= leaves them out',
                 code="permission",
                 path=done.first_unreadable,
+                protected=[found.path for found in done.protected],
             )
+        result = Downloaded(target)
+        result.protected, result.protected_count = done.protected, done.protected_count
+        result.left_out = done.left_out
+        return result
 
     async def search(
         self,

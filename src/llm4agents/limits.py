@@ -163,6 +163,12 @@ CONTROL_MESSAGE_BYTES_MAX: Final = 131_072
 NETWORK_BYTES_MAX: Final = 65_536
 """Of a `network=` as JSON."""
 NETWORK_RULES_MAX: Final = 500
+NETWORK_RULE_CHARACTERS_MAX: Final = 1_024
+NETWORK_REWRITES_MAX: Final = 100
+NETWORK_CREDENTIALS_MAX: Final = 100
+FLOOR_BYTES_MAX: Final = 32_768
+PATH_READ_CHARACTERS_MAX: Final = 8_192
+"""Of a request's path where a rule looks at paths; longer ones match no allow and every deny."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024
 FIRST_BYTES_S: Final = 10.0
 AUDIT_BYTES_MAX: Final = 33_554_432

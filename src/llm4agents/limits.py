@@ -167,6 +167,11 @@ NETWORK_RULE_CHARACTERS_MAX: Final = 1_024
 NETWORK_REWRITES_MAX: Final = 100
 NETWORK_CREDENTIALS_MAX: Final = 100
 FLOOR_BYTES_MAX: Final = 32_768
+PACKAGES_KEPT_S: Final = 3_600.0
+"""How long it is not asked again which registries the host's package tools use."""
+PACKAGE_TOOL_TIMEOUT_S: Final = 60.0
+PACKAGE_REQUEST_TIMEOUT_S: Final = 20.0
+PACKAGE_ANSWER_BYTES_MAX: Final = 16_777_216
 PATH_READ_CHARACTERS_MAX: Final = 8_192
 """Of a request's path where a rule looks at paths; longer ones match no allow and every deny."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024

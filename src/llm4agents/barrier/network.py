@@ -336,7 +336,8 @@ class PackageHost:
 class Packages:
     """What this host's apt, pip, npm, cargo and go are set up to use. Has no credential's value.
 
-    `environment` and `files` make a guest's tools use the same; `skipped`: tool to the reason it is not here.
+    `environment` and `files` make a guest's tools use the same; `skipped`: tool to the reason it is not here, wholly
+    or in part; `rewrites`: names by which a guest reaches what the host has on its own loopback.
     """
 
     hosts: tuple[PackageHost, ...] = ()
@@ -344,6 +345,7 @@ class Packages:
     files: Mapping[str, str] = field(default_factory=dict)
     credentials: tuple[Binding, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
+    rewrites: tuple[Rewrite, ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Packages:
@@ -365,6 +367,7 @@ class Packages:
                 dict(value.get("files", {})),
                 tuple(Binding.from_json(one, own=True) for one in value.get("credentials", ())),
                 dict(value.get("skipped", {})),
+                tuple(Rewrite.parse(one) for one in value.get("rewrites", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"packages: {type(error).__name__}: {error}") from None
@@ -386,6 +389,7 @@ class Packages:
             "files": dict(self.files),
             "credentials": [binding.to_json() for binding in self.credentials],
             "skipped": dict(self.skipped),
+            "rewrites": [str(rewrite) for rewrite in self.rewrites],
         }
 
 

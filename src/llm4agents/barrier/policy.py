@@ -59,7 +59,10 @@ class Policy:
         self._own = RuleList(network.rules)
         hosts = self.packages.hosts if self.packages is not None else ()
         self._profile = RuleList([rule for host in hosts for rule in host.rules()])
-        self._rewrites: Mapping[str, Rewrite] = {rewrite.name: rewrite for rewrite in network.rewrites}
+        self._rewrites: Mapping[str, Rewrite] = {
+            rewrite.name: rewrite
+            for rewrite in (*(self.packages.rewrites if self.packages else ()), *network.rewrites)
+        }
         own_bindings = self.packages.credentials if self.packages is not None else ()
         self.bindings: tuple[Binding, ...] = (*network.credentials, *own_bindings)
         self._binding_paths = [

@@ -457,5 +457,5 @@ def extra_authorities(env: Mapping[str, str]) -> list[str]:
     """Files with certificates that the tools are told to trust."""
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
     return [
-        path for path in dict.fromkeys(env.get(name, "") for name in names) if path and os.path.isfile(path)
+        path for path in dict.fromkeys(env.get(name, "") for name in names) if path and Path(path).is_file()
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents.barrier import workers
 from llm4agents.config import settings
 from llm4agents.vmm import shim
 from tests.support import Node, eventually
@@ -35,7 +36,7 @@ def _nodes() -> Iterator[Callable[..., Node]]:
     try:
         yield make
         for node in made:
-            if node.process is None and node.processes():
+            if node.process is None and (node.processes() or node.workers()):
                 node.start()
             node.stop()
             eventually(lambda node=node: not node.leftovers() or node.process, 15)  # type: ignore[misc]
@@ -46,7 +47,7 @@ def _nodes() -> Iterator[Callable[..., Node]]:
     finally:
         for node in made:
             node.http.close()
-            for pid, _ in node.processes():
+            for pid in [*(pid for pid, _ in node.processes()), *node.workers().values()]:
                 os.kill(pid, signal.SIGKILL)
             if node.process is not None and node.process.poll() is None:
                 node.process.kill()
@@ -89,4 +90,5 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
     places = [path for path in Path(tempfile.gettempdir()).glob("l4a-*") if mine in path.name]
     assert not [found for place in places for found in shim.running(place / "r" / "vm").items()]
+    assert not [found for place in places for found in workers.running(place / "r").items()]
     assert not places

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from llm4agents import config
+from llm4agents.barrier import workers
 from llm4agents.vmm import shim
 
 
@@ -155,6 +156,10 @@ class Node:
         shims = shim.running(self.run / "vm")
         return [(pid, shim.NAME) for pid in shims] + [(pid, "vmm") for pid in self.machines().values()]
 
+    def workers(self) -> dict[str, int]:
+        """The barrier's processes that live: pid by name. Namespaces and taps are gone with them and the shims."""
+        return {name: pid for pid, name in workers.running(self.run).items()}
+
     def machines(self) -> dict[str, int]:
         """The pid of the VMM of every sandbox that has one."""
         shims = shim.running(self.run / "vm")
@@ -172,9 +177,10 @@ class Node:
 
     def leftovers(self) -> list[str]:
         left = [f"process {pid} {name}" for pid, name in self.processes()]
+        left += [f"worker {pid} {name}" for name, pid in self.workers().items()]
         for directory in (self.run / "vm", self.state / "sandboxes"):
             left += [str(path) for path in directory.glob("*")]
-        left += [str(path) for path in (*self.run.glob("*.sock"), *self.tmp.iterdir())]
+        left += [str(path) for path in (*self.run.glob("**/*.sock"), *self.tmp.iterdir())]
         return left
 
 

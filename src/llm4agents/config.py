@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from llm4agents import limits, protected
 from llm4agents.errors import InvalidRequestError
@@ -93,6 +94,12 @@ class Settings:
     ca: Path | None = None
     """The directory of the node's CA, instead of `ca` in the state directory. Nodes that share a cache or templates
     share their CA, or each builds templates of its own."""
+    network: str = "none"
+    """The network of a create that says nothing: a profile, or rules or an object as JSON (docs/howto/network.md)."""
+    network_floor: Path | None = None
+    """A file of rule lines that no sandbox's rules can widen."""
+    barrier: Literal["auto", "off"] = "auto"
+    """`off`: no sandbox gets a link; `auto`: every one does where the host can make one."""
 
     @property
     def socket_path(self) -> Path:
@@ -204,6 +211,9 @@ def load(env: Mapping[str, str]) -> Settings:
         otel=boolean("OTEL", False),
         vault_key=path("VAULT_KEY"),
         ca=path("CA"),
+        network=text("NETWORK") or "none",
+        network_floor=path("NETWORK_FLOOR"),
+        barrier="off" if one_of("BARRIER", ("auto", "off")) == "off" else "auto",
     )
 
 

@@ -25,6 +25,7 @@ from llm4agents.api.routes import (
     contexts,
     files,
     jobs,
+    network,
     node,
     observe,
     pool,
@@ -67,7 +68,8 @@ class Counted:
             return
         self.context.active += 1
         try:
-            whole = scope.get("method", "PUT") != "PUT"  # a PUT is a file, and streams
+            # A PUT is a file, and streams, but where it is not.
+            whole = scope.get("method", "PUT") != "PUT" or scope["path"].endswith("/network")
             await self.app(scope, _bounded(receive) if whole else receive, send)
         finally:
             self.context.active -= 1
@@ -109,6 +111,7 @@ def create_app(context: Context) -> FastAPI:
         node,
         sandboxes,
         states,
+        network,
         calls,
         contexts,
         processes,

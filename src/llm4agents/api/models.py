@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from llm4agents import limits
+from llm4agents.engine import network
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -39,6 +40,8 @@ Path = Annotated[str, PlainValidator(_path), WithJsonSchema({"type": "string", "
 IdleSeconds = Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)]
 KeepSeconds = Annotated[float, Field(gt=0, le=limits.KEEP_S_MAX)]
 OnTimeout = Literal["kill", "pause"]
+NetworkValue = str | list[Any] | dict[str, Any]
+"""A profile, rule lines, or an object: the engine reads it, whose errors name the line."""
 
 
 class Body(BaseModel):
@@ -81,6 +84,7 @@ class Create(WithEnv):
     on_timeout: OnTimeout = "kill"
     auto_resume: bool = True
     keep_s: KeepSeconds = limits.KEEP_S
+    network: NetworkValue | None = None
 
     @field_validator("metadata")
     @classmethod
@@ -105,6 +109,14 @@ class Timeout(Body):
         if not self.model_fields_set:
             raise ValueError("give timeout_s, on_timeout, keep_s or auto_resume")
         return self
+
+
+class Network(Body):
+    network: NetworkValue
+
+
+class Why(Body):
+    url: Annotated[str, Field(min_length=1, max_length=8_192)]
 
 
 class Nothing(Body):
@@ -311,4 +323,5 @@ def sandbox(row: Any) -> dict[str, Any]:
         "paused_at": row.paused_at,
         "pause": row.pause,
         "parent": row.parent,
+        "network": row.network or network.NONE,
     }

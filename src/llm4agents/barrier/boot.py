@@ -21,5 +21,6 @@ if __name__ == "__main__":
     package = types.ModuleType("llm4agents")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["llm4agents"] = package
+    sys.argv[2:] = ["3"]  # where it listens: what is not a worker of `worker_side` takes it from there
     run = runpy.run_path if sys.argv[1].endswith(".py") else runpy.run_module
-    run(sys.argv[1], run_name="__main__")
+    run(sys.argv.pop(1), run_name="__main__")

@@ -98,6 +98,11 @@ GROUPS = {
         ("start", "ls", "show", "output_", "wait", "run", "cancel"),
         "Jobs: commands that are started, or scheduled, and left.",
     ),
+    "net": (
+        "network",
+        ("show", "set_", "why"),
+        "What a sandbox may reach: shown, changed while it runs, explained.",
+    ),
     "secret": (
         "secrets",
         ("set_", "ls", "rm"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,20 @@ Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="K=V", hel
 Memory = Annotated[int | None, typer.Option("--memory-mib", help="Memory; builds a variant if new.")]
 Vcpus = Annotated[int | None, typer.Option("--vcpus", help="vCPUs; builds a variant if new.")]
 RequireKvm = Annotated[bool, typer.Option("--require-kvm", help="Refuse software emulation.")]
+Net = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--net", metavar="PROFILE|RULE", help="none, packages, public, or 'allow HOST'. Repeatable."
+    ),
+]
+Credential = Annotated[
+    list[str] | None,
+    typer.Option("--credential", metavar="NAME=FORM@HOST", help="A secret put into requests. Repeatable."),
+]
+Rewrite = Annotated[
+    list[str] | None,
+    typer.Option("--rewrite", metavar="'NAME -> TARGET'", help="Lead a name elsewhere. Repeatable."),
+]
 User = Annotated[str | None, typer.Option("--user", "-u", help="As whom in the guest (default: user).")]
 AllowProtected = Annotated[
     bool,
@@ -19,6 +33,25 @@ AllowProtected = Annotated[
         "--allow-protected", help="Also what this machine would obey: .bashrc, .git/hooks, .mcp.json…"
     ),
 ]
+
+
+def network(
+    net: list[str] | None, credential: list[str] | None, rewrite: list[str] | None
+) -> dict[str, Any] | None:
+    """`--net`, `--credential`, `--rewrite` as a `network=`; None when there were none. A word is a profile, several
+    are a rule: what they say is the server's to judge."""
+    if not (net or credential or rewrite):
+        return None
+    profiles = [word.strip() for word in net or () if len(word.split()) == 1]
+    if len(set(profiles)) > 1:
+        raise typer.BadParameter(f"{' and '.join(profiles)}: only one profile", param_hint="--net")
+    found: dict[str, Any] = {
+        "profile": profiles[0] if profiles else "none",
+        "rules": [word for word in net or () if len(word.split()) != 1],
+        "rewrite": rewrite,
+        "credentials": credential,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def pairs(given: list[str] | None, option: str) -> dict[str, str] | None:

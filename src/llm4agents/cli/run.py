@@ -63,6 +63,9 @@ def run(
     env: options.Env = None,
     memory_mib: options.Memory = None,
     vcpus: options.Vcpus = None,
+    net: options.Net = None,
+    credential: options.Credential = None,
+    rewrite: options.Rewrite = None,
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
@@ -104,6 +107,7 @@ def run(
             env=variables,
             memory_mib=memory_mib,
             vcpus=vcpus,
+            network=options.network(net, credential, rewrite),
             require_kvm=require_kvm,
             on_progress=progress,
         )

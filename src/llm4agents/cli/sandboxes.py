@@ -36,6 +36,9 @@ def create(
     metadata: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Repeatable.")] = None,
     on_timeout: Annotated[str, typer.Option(help="When its time is up: kill or pause.")] = "kill",
     keep: Annotated[float, typer.Option(help="Seconds a pause is kept.")] = limits.KEEP_S,
+    net: options.Net = None,
+    credential: options.Credential = None,
+    rewrite: options.Rewrite = None,
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
@@ -59,6 +62,7 @@ def create(
             metadata=options.pairs(metadata, "--metadata"),
             on_timeout=on_timeout,  # type: ignore[arg-type]  # the server says what there is
             keep=keep,
+            network=options.network(net, credential, rewrite),
             require_kvm=require_kvm,
             on_progress=progress,
         )

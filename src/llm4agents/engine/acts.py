@@ -19,6 +19,7 @@ from llm4agents.engine import clock, creation, forking, lifecycle, pausing
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.keeping import Keeper
 from llm4agents.engine.live import Live
+from llm4agents.engine.network import Asked
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import Templates
@@ -170,6 +171,7 @@ class Acts(ABC):
                     await pausing.pause(self.node, live, reason)
                 finally:
                     if live.row.state == "paused":
+                        self.node.networks.left(sandbox, forget=False)
                         self._live.pop(sandbox, None)
                         live.ended.set()
             self._keeper.look()
@@ -296,6 +298,24 @@ class Acts(ABC):
         finally:
             self._photographing -= 1
             self._sweep_layers()  # of one that failed, or whose sandbox ended meanwhile
+
+    async def update_network(
+        self, sandbox: str, value: Any, progress: Progress = silent
+    ) -> tuple[SandboxRow, int]:
+        """Give a running or paused sandbox another network; the row, and how many connections that ended.
+
+        When it returns, what the new one does not allow is over. Raises what `Networks.asked` and `update` do.
+        """
+        self._check(sandbox, "extend")
+        asked = await self.node.networks.asked(value, progress)
+        return await self._to_the_end(self._update_network(sandbox, asked))
+
+    async def _update_network(self, sandbox: str, asked: Asked) -> tuple[SandboxRow, int]:
+        async with self._alone(sandbox):
+            row = self._check(sandbox, "extend")
+            live = self._live.get(sandbox)
+            row = live.row if live is not None else row
+            return row, await self.node.networks.update(row, asked)
 
     def set_timeout(
         self,

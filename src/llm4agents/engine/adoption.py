@@ -85,7 +85,9 @@ async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
     env = node.places.env(row.id)
     if row.state == "resuming":
         variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
-        boot_id = await creation.identify(agent, row.id, {**variant.environment, **env})
+        boot_id = await creation.identify(
+            agent, row.id, {**variant.environment, **env}, linked=node.networks.linked(row.id)
+        )
         return pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
     await agent.thaw()
     if env:  # a snapshot that was not finished had made it forget

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import limits
+from llm4agents.barrier.barrier import Link
 from llm4agents.engine import bounds, clock, contact, contexts, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
@@ -68,6 +69,15 @@ class Woken:
     machine: Machine
     agent: Agent
     boot_id: str
+    linked: bool = False
+    """Whether its NIC leads anywhere (`engine.network`)."""
+
+
+def placed(ident: str, run_dir: Path, deadline_unix: float, link: Link | None) -> Placement:
+    """The placement of a machine with that link, which the caller closes once the machine has started."""
+    if link is None:
+        return Placement(ident, run_dir, deadline_unix)
+    return Placement(ident, run_dir, deadline_unix, tap=link.tap, serve=link.planted.names())
 
 
 async def wake(
@@ -78,6 +88,7 @@ async def wake(
     *,
     driver: Driver,
     places: Places,
+    link: Link | None = None,
     while_starting: Callable[[], None] = lambda: None,
     while_waking: Callable[[Machine], None] = lambda _: None,
     before_running: Callable[[Machine], Awaitable[None]] | None = None,
@@ -86,13 +97,13 @@ async def wake(
 
     `while_starting` is called while the VMM starts, `while_waking` while the guest wakes up: room for a store's
     writes; `before_running` is waited for when it is loaded and stands still. Nothing runs any more when this
-    raises (BootError when the guest does not answer in time).
+    raises (BootError when the guest does not answer in time). `link` is used up, whatever happens.
     """
     machine: Machine | None = None
     deadline = clock.wall_s() + CREATE_GRACE_S
     try:
         async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
-            placement = Placement(ident, places.run(ident), deadline)
+            placement = placed(ident, places.run(ident), deadline, link)
             restoring = asyncio.create_task(
                 driver.restore(origin.snapshot, placement, disks, diff=origin.diff)
             )
@@ -101,6 +112,8 @@ async def wake(
                 while_starting()
             finally:
                 machine = await restoring
+            if link is not None:
+                link.close()  # the shim has what keeps it
             if before_running is not None:
                 await before_running(machine)
             await machine.resume()
@@ -110,8 +123,9 @@ async def wake(
                 while_waking(machine)
             finally:
                 agent = await greeting
-            boot_id = await identify(agent, ident, {**origin.variant.environment, **env})
-        return Woken(machine, agent, boot_id)
+            environment = {**origin.variant.environment, **env}
+            boot_id = await identify(agent, ident, environment, linked=link is not None)
+        return Woken(machine, agent, boot_id, linked=link is not None)
     except BaseException as error:
         if machine is not None:
             with contextlib.suppress(LLM4AgentsError):
@@ -122,10 +136,16 @@ async def wake(
                 hint="the host may be overloaded; try again",
             ) from error
         raise
+    finally:
+        if link is not None:
+            link.close()
 
 
-async def identify(agent: Agent, ident: str, env: Mapping[str, str]) -> str:
-    """Make the machine another than its twins: entropy, clock, names; its processes run on. The new boot id."""
+async def identify(agent: Agent, ident: str, env: Mapping[str, str], *, linked: bool) -> str:
+    """Make the machine another than its twins: entropy, clock, names; its processes run on. The new boot id.
+
+    Its network is up before they do, or (not `linked`) down: what is dialled then fails at once.
+    """
     boot_id = secrets.token_hex(16)
     await agent.post_restore(
         entropy=os.urandom(64),
@@ -143,6 +163,7 @@ async def create(
     origin: Origin,
     env: Mapping[str, str],
     *,
+    link: Link | None,
     driver: Driver,
     store: Store,
     places: Places,
@@ -150,7 +171,7 @@ async def create(
     free_bytes: Callable[[], int],
 ) -> Live:
     """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
-    is left but a row in state `failed`."""
+    is left but a row in state `failed`. `link` is used up, whatever happens."""
     began = clock.stamp()
     stored, asked = False, bounds.Bounds.of(row.limits)
 
@@ -171,10 +192,13 @@ async def create(
             env,
             driver=driver,
             places=places,
+            link=link,
             while_starting=while_starting,
             while_waking=lambda machine: store.change(row, record=machine.record.to_json()),
         )
     except BaseException as error:
+        if link is not None:
+            link.close()
         places.remove(row.id)
         if stored:
             record_failure(row, error, store)

@@ -31,6 +31,7 @@ from llm4agents.engine.keeping import Keeper, due
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
+from llm4agents.engine.network import Asked, Networks
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.pool import Pool
 from llm4agents.engine.secrets import Secrets
@@ -77,6 +78,8 @@ class Wish:
     on_timeout: str = "kill"
     auto_resume: bool = True
     keep_s: float = limits.KEEP_S
+    network: Any = None
+    """As in docs/howto/network.md; None: the server's default."""
 
 
 class Engine(Acts):
@@ -101,7 +104,8 @@ class Engine(Acts):
         self.logs = Logs(settings.state / "logs", self.places.run, store)
         self.jobs = Jobs(self, store, webhooks_on=settings.webhooks)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
-        self.pool = Pool(self.templates, self.driver, self.places, self.admission)
+        self.networks = Networks(settings, store, self.places, self.secrets, self.templates)
+        self.pool = Pool(self.templates, self.driver, self.places, self.admission, link=self.networks.link)
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -116,6 +120,7 @@ class Engine(Acts):
             self._on_deadline,
             self._free_bytes,
             self._unwritten.append,
+            self.networks,
         )
         self.templates.users_of = store.lying_on
         self._keeper = Keeper(store, self._expire)
@@ -131,6 +136,7 @@ class Engine(Acts):
         """Take over what an old server left. Works on a host without a VMM too: then nothing can be created."""
         for directory in (self.places.machines, self.places.sandboxes):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.networks.start()
         await asyncio.to_thread(self.templates.cache.sweep)
         self.meter.leave_out_stops(self.places.run)
         for live in await adoption.adopt_all(self.node):
@@ -162,6 +168,7 @@ class Engine(Acts):
             await asyncio.gather(*(self._leave(live) for live in list(self._live.values())))
         else:
             await asyncio.gather(*(self._stop_one(live) for live in list(self._live.values())))
+        await self.networks.close(keep=keep)
         self._keeper.stop()
         for task in list(self._tasks):
             task.cancel()
@@ -214,17 +221,18 @@ class Engine(Acts):
                 hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
             )
         parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
+        asked = await self.networks.asked(wish.network, progress)
         self._settle()
         self.creating += 1
         creator = asyncio.current_task()
         assert creator is not None
         self._creators.add(creator)
         shape = (wish.template, wish.vcpus, wish.memory_mib)
-        pooled = self.pool.take(shape)
+        pooled = self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         try:
             if pooled is not None:
-                row = self._row(ident, wish, pooled.variant.key, can.accelerator)
+                row = self._row(ident, wish, asked, pooled.variant.key, can.accelerator)
                 live = await creation.hand_over(
                     row,
                     pooled.variant,
@@ -241,12 +249,13 @@ class Engine(Acts):
                 variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(
                     *shape, progress
                 )
-                row = self._row(ident, wish, variant.key, can.accelerator)
+                row = self._row(ident, wish, asked, variant.key, can.accelerator)
                 async with self.admission.turn():
                     live = await creation.create(
                         row,
                         Origin(variant, snapshot),
                         wish.env,
+                        link=await self.networks.link(needed=asked.needs_link),
                         driver=self.driver,
                         store=self.store,
                         places=self.places,
@@ -263,7 +272,7 @@ class Engine(Acts):
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
 
-    def _row(self, ident: str, wish: Wish, template_key: str, accelerator: str) -> SandboxRow:
+    def _row(self, ident: str, wish: Wish, asked: Asked, template_key: str, accelerator: str) -> SandboxRow:
         now = clock.wall_s()
         return SandboxRow(
             id=ident,
@@ -283,6 +292,7 @@ class Engine(Acts):
             on_timeout=wish.on_timeout,
             auto_resume=wish.auto_resume,
             keep_s=wish.keep_s,
+            network=asked.network,
         )
 
     def get(self, sandbox: str) -> SandboxRow:
@@ -344,6 +354,7 @@ class Engine(Acts):
             self.store.change(row, ending=reason)
         self.meter.ending(row)
         self.places.remove(row.id)
+        self.networks.left(row.id, forget=True)
         now = clock.stamp()
         self._unwritten.append(
             partial(self.store.transition, row, "killed", reason, now, ended_at=now.wall_s)
@@ -369,6 +380,7 @@ class Engine(Acts):
             now = clock.stamp()
             self.meter.ending(live.row)
             self.logs.keep_console(live.row.id)
+            self.networks.left(live.row.id, forget=True)
             self.places.remove(live.row.id)
             forked = live.row.disk is not None
             self._unwritten.append(
@@ -399,6 +411,7 @@ class Engine(Acts):
 
     def _enter(self, live: Live) -> None:
         self._live[live.row.id] = live
+        self.networks.entered(live.row)
         with contextlib.suppress(ConflictError):  # it has ended: who watches it will say so
             bounds.on_host(live.machine, live.row.limits)
         self._spawn(self._watch_machine(live))

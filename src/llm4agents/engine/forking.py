@@ -173,6 +173,7 @@ async def _fork_one(
         row,
         Origin(taken.variant, taken.base, taken.diff),
         taken.env,
+        link=await node.networks.link_of(parent),
         driver=node.driver,
         store=node.store,
         places=node.places,

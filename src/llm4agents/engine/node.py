@@ -16,6 +16,7 @@ from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Driver
 
 if TYPE_CHECKING:
+    from llm4agents.engine.network import Networks
     from llm4agents.engine.templates import Templates
 
 TOP = "upper.qcow2"
@@ -129,6 +130,7 @@ class Node:
     free_bytes: Callable[[], int]
     later: Callable[[Callable[[], None]], None]
     """For a write of the store that its full disk refused: done as soon as there is room."""
+    networks: Networks
 
     def live(self, row: SandboxRow, machine: object, agent: object, env: Mapping[str, str]) -> Live:
         return Live(row, machine, agent, self.on_deadline, self.free_bytes, env=dict(env))  # type: ignore[arg-type]

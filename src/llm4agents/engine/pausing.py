@@ -40,7 +40,7 @@ from llm4agents.images import layers
 from llm4agents.images.cache import fsync
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
-from llm4agents.vmm.base import Machine, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.base import Machine, MachineSpec, Snapshot
 from llm4agents.vmm.qemu import snapshot as snapshots
 
 log = structlog.get_logger()
@@ -252,6 +252,7 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
             env,
             driver=node.driver,
             places=places,
+            link=await node.networks.link_of(row),
             before_running=before_running,
         )
     except BaseException as error:
@@ -313,14 +314,16 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
             disks=variant.disks(top, under),
             kernel_args=base.spec.kernel_args,
         )
-        placement = Placement(row.id, places.run(row.id), clock.wall_s() + limits.BUILD_TIMEOUT_S)
-        ran = True
-        shutil.rmtree(places.pause(row.id), ignore_errors=True)
-        machine = await node.driver.boot(spec, placement)
+        link = await node.networks.link_of(row)
+        placement = creation.placed(row.id, places.run(row.id), clock.wall_s() + limits.BUILD_TIMEOUT_S, link)
+        with contextlib.nullcontext() if link is None else contextlib.closing(link):
+            ran = True
+            shutil.rmtree(places.pause(row.id), ignore_errors=True)
+            machine = await node.driver.boot(spec, placement)
         node.store.change(row, record=machine.record.to_json())
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
         # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
-        boot_id = await creation.identify(agent, row.id, {})
+        boot_id = await creation.identify(agent, row.id, {}, linked=link is not None)
         await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
         await agent.set_env({**variant.environment, **env})
         await bounds.in_guest(agent, bounds.Bounds.of(row.limits))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from llm4agents import limits
+from llm4agents.barrier.barrier import Link
 from llm4agents.config import PoolWish
 from llm4agents.engine import clock, creation, parts
 from llm4agents.engine import host as hosts
@@ -122,9 +123,11 @@ class Pool:
         admission: Admission,
         *,
         busy: Callable[[], bool] = hosts.busy,
+        link: Callable[[], Awaitable[Link | None]] | None = None,
     ) -> None:
+        """`link` gives each machine the network's end it will need."""
         self._templates, self._driver, self._places = templates, driver, places
-        self._admission, self._busy = admission, busy
+        self._admission, self._busy, self._link = admission, busy, link
         self._shelves: dict[Shape, Shelf] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -191,17 +194,21 @@ class Pool:
 
     # -- taking one ---------------------------------------------------------------------------------------
 
-    def take(self, shape: Shape) -> Pooled | None:
-        """A machine of that shape, of the template as it is now; the caller owns it and what admission holds for it."""
+    def take(self, shape: Shape, *, linked: bool = False) -> Pooled | None:
+        """A machine of that shape, of the template as it is now; the caller owns it and what admission holds for it.
+
+        `linked`: only one that has a link.
+        """
         shelf = self._shelves.get(shape)
         if shelf is None:
             return None
         self._taken_s = clock.boottime_s()
         self._drop_stale(shape, shelf)
         asyncio.get_running_loop().call_later(QUIET_S, self._wake.set)
-        if not shelf.ready:
+        taken = next((one for one in shelf.ready if one.woken.linked or not linked), None)  # the oldest
+        if taken is None:
             return None
-        taken = shelf.ready.pop(0)  # the oldest
+        shelf.ready.remove(taken)
         assert taken.watch is not None
         taken.watch.cancel()
         return taken
@@ -293,7 +300,13 @@ class Pool:
             disks = creation.prepare(ident, variant, self._places)
             async with self._admission.turn():
                 woken = await creation.wake(
-                    ident, Origin(variant, snapshot), disks, {}, driver=self._driver, places=self._places
+                    ident,
+                    Origin(variant, snapshot),
+                    disks,
+                    {},
+                    driver=self._driver,
+                    places=self._places,
+                    link=None if self._link is None else await self._link(),
                 )
             await woken.machine.set_deadline(clock.wall_s() + DEADLINE_S)
             await warm(woken.agent, variant)

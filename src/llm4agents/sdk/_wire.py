@@ -32,9 +32,10 @@ ANSWER_SLACK_S = 30.0
 """How long after a call's own deadline the client still waits for the server to say so."""
 DEFAULT_WAIT_S = 120.0
 """For calls that have no deadline of their own."""
+Network = str | Sequence[str] | Mapping[str, Any]
+"""A profile's name, rule lines, or an object (docs/howto/network.md)."""
 LINE_BYTES_MAX = 64 * 1_048_576
 """An NDJSON line above this is not one of ours (a result may hold a large figure)."""
-NO_NETWORK = "this version has no network in the guest"
 
 _HINTS = {
     "sandbox_not_found": "llm4agents ls shows what exists; create a new one",
@@ -110,7 +111,7 @@ def create_body(
     memory_mib: int | None,
     vcpus: int | None,
     metadata: Mapping[str, str] | None,
-    network: object,
+    network: Network | None,
     disk_mib: int | None = None,
     pids: int | None = None,
     output_rate: int | None = None,
@@ -120,10 +121,6 @@ def create_body(
     keep: float | None = None,
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
-    if network is not None:
-        raise InvalidRequestError(
-            NO_NETWORK, hint="leave network= out; copy data in with sandbox.files.upload"
-        )
     if not isinstance(template, str) or not template:
         raise InvalidRequestError(
             f"template={template!r} is not a name", hint='for example template="python"'
@@ -148,8 +145,26 @@ def create_body(
         "on_timeout": on_timeout,
         "auto_resume": auto_resume,
         "keep_s": keep,
+        "network": None if network is None else network_of(network),
     }
     return without_none(body)
+
+
+def network_of(network: Network) -> Any:
+    """A `network=` as JSON: what it says is the server's to judge."""
+    if isinstance(network, str):
+        return network
+    try:
+        if isinstance(network, Mapping | Sequence):
+            value = dict(network) if isinstance(network, Mapping) else list(network)
+            json.dumps(value)
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise InvalidRequestError(
+        f"network={network!r} is no network",
+        hint='a profile ("none", "packages", "public"), rules such as ["allow api.github.com"], or a dict of them',
+    )
 
 
 def exec_body(

@@ -338,8 +338,33 @@ class SandboxInfo:
     pause: dict[str, Any] | None = None
     """Of a paused one: `pages_bytes`, `memory` (false: only `resume(cold=True)`), `pause_ms`, `durable_ms`."""
     parent: str | None = None
+    network: dict[str, Any] | None = None
+    """What was asked for: `profile`, `rules`, `rewrite`, `credentials` (names of secrets, no values)."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInfo:
+    """What a sandbox may reach, from `sandbox.network.get()` and `sandbox.update_network()`."""
+
+    network: dict[str, Any]
+    """`profile`, `rules`, `rewrite`, `credentials`: as asked."""
+    link: bool
+    """Whether its machine has a NIC that leads to the gateway; without one nothing can be reached."""
+    problem: str | None = None
+    """Why it is not as it should be; None when all is well."""
+    cut: int = 0
+    """Of an update: connections that ended for it."""
+
+
+def network_info(body: dict[str, Any]) -> NetworkInfo:
+    return NetworkInfo(
+        dict(body.get("network") or {}),
+        bool(body.get("link")),
+        body.get("problem"),
+        int(body.get("cut") or 0),
+    )
 
 
 def parse_time(value: Any) -> datetime | None:

@@ -171,7 +171,7 @@ def test_an_error_in_the_stream_of_a_create_is_raised(settings: Settings) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"network": "public"}, "no network in the guest"),
+        ({"network": 3}, "is no network"),
         ({"template": ""}, "not a name"),
         ({"timeout": 0}, "must end some time"),
         ({"timeout": float("nan")}, "not a number"),

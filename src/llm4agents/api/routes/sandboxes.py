@@ -38,6 +38,7 @@ async def create(body: models.Create, request: Request) -> Response:
         on_timeout=body.on_timeout,
         auto_resume=body.auto_resume,
         keep_s=body.keep_s,
+        network=body.network,
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):

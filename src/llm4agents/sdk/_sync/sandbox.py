@@ -25,6 +25,7 @@ from llm4agents.sdk._sync.commands import ExecStream
 from llm4agents.sdk._sync.contexts import Contexts
 from llm4agents.sdk._sync.files import Files
 from llm4agents.sdk._sync.jobs import Jobs
+from llm4agents.sdk._sync.network import Network
 from llm4agents.sdk._sync.ports import Ports
 from llm4agents.sdk._sync.processes import Processes
 from llm4agents.sdk._sync.terminal import Terminal
@@ -51,7 +52,7 @@ class Sandbox:
 
     As a context manager it is killed at the end. Defaults: template `python`, 1 vCPU, 1 GiB of memory,
     5 GiB of disk, ended after 300 s without a call (`timeout`) and 24 h in any case (`life`), both in
-    seconds. There is no network in the guest in this version.
+    seconds. Nothing can be reached from it (`network="none"`) unless you say what.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Sandbox:
         output_rate: int | None = None,
         wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
-        network: None = None,
+        network: _wire.Network | None = None,
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
@@ -80,8 +81,10 @@ class Sandbox:
         `env` is there for every command and cell. `on_timeout="pause"` puts it to disk when its time is up
         instead of ending it; the next call resumes it (`auto_resume`), and it is kept for `keep` seconds.
         `disk_mib` bounds what of the disk can be in use, `pids` the processes and threads, `output_rate` the bytes
-        a second that are read of each command's output. On a node that is full the create waits for room for
-        `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
+        a second that are read of each command's output. `network` is what it may reach: a profile ("none", "packages",
+        "public"), a list of rules (["allow api.github.com"]) or an object (docs/howto/network.md). On a node that is
+        full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software
+        emulation (HostSetupError).
         Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
         nothing is left running by any of them.
         """
@@ -123,7 +126,7 @@ class Sandbox:
         output_rate: int | None = None,
         wait: float | None = None,
         metadata: Mapping[str, str] | None = None,
-        network: None = None,
+        network: _wire.Network | None = None,
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
@@ -238,6 +241,7 @@ class Sandbox:
         self.contexts = Contexts(self._transport, info.id)
         self.jobs = Jobs(self._transport, info.id)
         self.ports = Ports(self._transport, info.id)
+        self.network = Network(self._transport, info.id)
         self._transport.retain()
         self._held = True
 
@@ -343,6 +347,16 @@ class Sandbox:
         return self._transport.json(
             "POST", f"{self._path}/snapshot", body, wait_s=_SNAPSHOT_S, sandbox=self.id
         )
+
+    def update_network(self, network: _wire.Network) -> results.NetworkInfo:
+        """Give it another network; connections that the new one does not allow are over when this returns (`cut`).
+
+        Raises InvalidRequestError (names the line), HostSetupError (there can be no network on that host),
+        ConflictError (this sandbox was started without a link: pause and resume it).
+        """
+        body = {"network": _wire.network_of(network)}
+        answer = self._transport.json("PUT", f"{self._path}/network", body, sandbox=self.id)
+        return results.network_info(answer)
 
     def set_timeout(
         self,

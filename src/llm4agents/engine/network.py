@@ -1,0 +1,385 @@
+"""The network of sandboxes: what was asked for becomes a policy, a link and a place in the barrier.
+
+A machine gets its link before it starts; it joins once it runs, and leaves when it has ended or paused. Creates do not
+wait for a join: what the guest dials meanwhile waits in the link's own queue. Nothing here is decided about a packet
+(`barrier.policy`), and no process of the barrier is known here but the `Barrier`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from llm4agents import __version__
+from llm4agents.barrier import addresses
+from llm4agents.barrier.addresses import Address
+from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
+from llm4agents.barrier.judging import Floor
+from llm4agents.barrier.network import Network
+from llm4agents.barrier.packages import Discovery
+from llm4agents.barrier.policy import Policy
+from llm4agents.barrier.why import parse_question
+from llm4agents.barrier.workers import User
+from llm4agents.config import Settings
+from llm4agents.engine.node import Places
+from llm4agents.engine.secrets import Secrets
+from llm4agents.engine.templates import Templates
+from llm4agents.errors import (
+    ConflictError,
+    HostSetupError,
+    InvalidRequestError,
+    LLM4AgentsError,
+)
+from llm4agents.images.progress import Progress, silent
+from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm import procfs, shim, uids
+from llm4agents.vmm.base import MachineRecord
+
+log = structlog.get_logger()
+
+NONE: dict[str, Any] = Network().to_json()
+POLICIES_KEPT = 256
+RESOLVE_TIMEOUT_S = 2.0
+OWN_SECRET = "index:"  # noqa: S105 (a prefix of names)
+"""Begins the names of secrets that this host's own package tools have (`barrier.packages`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A network that was asked for, found right."""
+
+    network: dict[str, Any]
+    """Every key is there: what is stored, and answered."""
+    wish: Wish
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What a guest's package tools need to find this host's registries."""
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_link(self) -> bool:
+        return self.network != NONE
+
+
+class Networks:
+    """One per engine. `start`, `close`; belongs to one event loop."""
+
+    def __init__(
+        self, settings: Settings, store: Store, places: Places, secrets: Secrets, templates: Templates
+    ) -> None:
+        self._settings, self._store, self._places = settings, store, places
+        self._secrets, self._templates = secrets, templates
+        self._policies: dict[str, Asked] = {}
+        self._floor: tuple[int, Floor] | None = None
+        self._discovery = Discovery(settings.cache)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.barrier = Barrier(
+            settings,
+            Parts(self._sockets, self._values, self._authority, self._interpreter),
+            version=__version__,
+            user=_user,
+        )
+        secrets.on_change.append(self.barrier.rotated)
+
+    # -- its life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Look what this host can do, take over what lives, and forget names nobody has any more."""
+        self.barrier.start()
+        self._sweep()
+
+    async def close(self, *, keep: bool) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.barrier.close(keep=keep)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        alive = {row.id for row in self._store.alive()}
+        for directory, wanted in ((self.names, alive.__contains__), (self.audit, self._known)):
+            for path in directory.iterdir() if directory.is_dir() else []:
+                if not wanted(path.name.partition(".")[0]):
+                    path.unlink(missing_ok=True)
+
+    def _known(self, sandbox: str) -> bool:
+        return self._store.get(sandbox) is not None
+
+    @property
+    def names(self) -> Path:
+        """The gateway's directory of names, one file for each sandbox."""
+        return self._settings.state / "barrier" / "gateway" / "names"
+
+    @property
+    def audit(self) -> Path:
+        """The gateway's directory of audits: `ID.jsonl` and the one before it."""
+        return self._settings.state / "barrier" / "gateway" / "audit"
+
+    # -- what was asked for -------------------------------------------------------------------------------
+
+    async def asked(self, value: Any, progress: Progress = silent) -> Asked:
+        """A `network=` (None: the server's default) read, compiled and possible here.
+
+        Raises InvalidRequestError (names the line), HostSetupError (no link can be made here, or no interceptor).
+        """
+        network = self.default() if value is None else Network.from_json(value)
+        asked = await self._compiled(network, progress)
+        if asked.needs_link and (problem := await self.barrier.available()) is not None:
+            raise no_link(problem)
+        self._secrets.check(name for name in asked.wish.secrets if not _own(name))
+        if asked.wish.intercepts:
+            await _part("intercept.environment").ensure(self._settings.cache, progress)
+        return asked
+
+    def default(self) -> Network:
+        """`LLM4AGENTS_NETWORK`. Raises InvalidRequestError naming it."""
+        text = self._settings.network.strip()
+        try:
+            return Network.from_json(json.loads(text) if text[:1] in ("[", "{") else text)
+        except (InvalidRequestError, ValueError) as error:
+            words = error.message if isinstance(error, InvalidRequestError) else str(error)
+            raise InvalidRequestError(f"LLM4AGENTS_NETWORK: {words}") from None
+
+    async def _compiled(self, network: Network, progress: Progress = silent) -> Asked:
+        body = network.to_json()
+        floor = self.floor()
+        key = json.dumps(body, sort_keys=True)
+        if network.profile != "packages" and (kept := self._policies.get(key)) is not None:
+            return kept
+        found = None
+        if network.profile == "packages":
+            found = (await self._discovery.get(lambda what: progress("packages", what, None))).packages
+        policy = Policy.compile(network, floor=floor, packages=found)
+        wish = Wish(policy.to_json(), _intercepts(policy), policy.secrets)
+        asked = Asked(body, wish, found.environment if found else {}, found.files if found else {})
+        if len(self._policies) >= POLICIES_KEPT:
+            self._policies.clear()
+        self._policies[key] = asked
+        return asked
+
+    def floor(self) -> Floor:
+        """The operator's, read anew when its file has changed. Raises HostSetupError: then nothing is allowed."""
+        path = self._settings.network_floor
+        if path is None:
+            return Floor()
+        try:
+            changed = path.stat().st_mtime_ns
+            if self._floor is None or self._floor[0] != changed:
+                self._floor = (changed, Floor.load(path.read_text()))
+                self._policies.clear()
+        except OSError as error:
+            raise HostSetupError(
+                f"LLM4AGENTS_NETWORK_FLOOR: {path} cannot be read: {error.strerror}"
+            ) from error
+        except InvalidRequestError as error:
+            raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {error.message}") from error
+        return self._floor[1]
+
+    # -- links --------------------------------------------------------------------------------------------
+
+    async def link(self, *, needed: bool = False) -> Link | None:
+        """A link for a machine about to start; the caller's to close. None where none can be made.
+
+        Raises HostSetupError when there must be one.
+        """
+        if (problem := await self.barrier.available()) is not None:
+            if needed:
+                raise no_link(problem)
+            return None
+        try:
+            return await self.barrier.link()
+        except LLM4AgentsError as error:
+            if needed:
+                raise
+            log.warning("no_link", error=error.message)
+            return None
+
+    async def link_of(self, row: SandboxRow) -> Link | None:
+        """One for a sandbox that is to run again, as its network needs."""
+        return await self.link(needed=_needs(row))
+
+    def linked(self, sandbox: str) -> bool:
+        """Whether its machine runs with a link."""
+        return (self._places.run(sandbox) / shim.LINK_SOCKET).exists()
+
+    # -- sandboxes that run, and those that do not --------------------------------------------------------
+
+    def entered(self, row: SandboxRow) -> None:
+        """It runs from now on: it joins, in the background."""
+        if self.linked(row.id):
+            self._spawn(self._join(row))
+
+    def left(self, sandbox: str, *, forget: bool) -> None:
+        """It has paused, or (`forget`) ended."""
+        self.barrier.leave(sandbox, forget=forget)
+
+    async def _join(self, row: SandboxRow) -> None:
+        tries = 0
+        while True:
+            try:
+                asked = await self._compiled(_network_of(row))
+                break
+            except (
+                LLM4AgentsError
+            ) as error:  # this host's own package tools, or the floor: until then it is shut
+                log.warning("network_not_compiled", sandbox=row.id, error=error.message)
+                tries += 1
+                await asyncio.sleep(min(60.0, 2.0**tries))
+                if not self.linked(row.id):
+                    return
+        names_from = row.parent if row.parent and not (self.names / row.id).exists() else None
+        with contextlib.suppress(LLM4AgentsError):  # logged there, and tried again
+            await self.barrier.join(row.id, asked.wish, names_from=names_from)
+
+    async def update(self, row: SandboxRow, asked: Asked) -> int:
+        """Change the network of a sandbox, running or paused; how many flows were cut.
+
+        Raises ConflictError when its machine has no link, VersionMismatchError when its guest would have to trust
+        this node's CA and does not, UnknownOutcomeError when a part of the barrier has not heard of it.
+        """
+        if asked.wish.intercepts:
+            self._templates.check_ca(row.template, row.template_key)
+        running, linked = row.state == "running", self.linked(row.id)
+        if running and asked.needs_link and not linked:
+            raise ConflictError(
+                f"{row.id} was started without a link",
+                hint="pause and resume it: then it has one, and the network can be set",
+            )
+        self._store.change(row, network=asked.network)
+        if not (running and linked):
+            return 0
+        if not self.barrier.has(row.id):
+            await self.barrier.join(row.id, asked.wish)
+            return 0
+        return await self.barrier.update(row.id, asked.wish)
+
+    async def why(self, row: SandboxRow, question: str) -> dict[str, Any]:
+        """Whether a URL or `host:port` is allowed, by which rule, what was looked at. Raises InvalidRequestError."""
+        policy = Policy.from_json((await self._compiled(_network_of(row))).wish.policy)
+        target, _ = parse_question(question)
+        name = policy.rewrite(target).name
+        resolved = await _resolved(name) if name is not None and policy.connect(target).allowed else ()
+        return policy.why(question, resolved, own_addresses())
+
+    async def describe(self, row: SandboxRow) -> dict[str, Any]:
+        """`{network, link, problem}`: as asked, whether there is a way out, and why it is not what it should be."""
+        return {
+            "network": row.network or NONE,
+            "link": row.state == "running" and self.linked(row.id),
+            "problem": await self._problem(row),
+        }
+
+    async def _problem(self, row: SandboxRow) -> str | None:
+        if row.state != "running":
+            return None
+        if not self.linked(row.id):
+            return await self.barrier.available() or "its machine was started without a link"
+        if _needs(row) and self.barrier.intercept_problem is not None:
+            asked = await self._compiled(_network_of(row))
+            return self.barrier.intercept_problem if asked.wish.intercepts else None
+        return None
+
+    # -- what the barrier asks for ------------------------------------------------------------------------
+
+    async def _sockets(self, sandbox: str) -> dict[str, int] | None:
+        row = self._store.get(sandbox)
+        if row is None or row.record is None:
+            return None
+        record = MachineRecord.from_json(row.record)
+        try:
+            pidfd = os.pidfd_open(record.vmm_pid)
+        except OSError:
+            return None
+        found = await shim.fetch(record.run_dir)
+        if not found or not procfs.alive(record.vmm_pid, record.vmm_start_ticks):
+            for fd in (pidfd, *found.values()):
+                os.close(fd)
+            return None
+        return {**found, "pidfd": pidfd}
+
+    async def _values(self, names: Iterable[str]) -> dict[str, Any]:
+        names = tuple(names)
+        values: dict[str, Any] = {**self._secrets.resolve(name for name in names if not _own(name))}
+        if any(map(_own, names)):
+            own = (await self._discovery.get()).secrets  # kept since the policy was made
+            values |= {name: own[name] for name in names if name in own}
+        return values
+
+    def _authority(self) -> tuple[str, str]:
+        authority = self._templates.authority()
+        return authority.certificate_pem.decode(), authority.key_pem().decode()
+
+    async def _interpreter(self) -> Path:
+        return Path(await _part("intercept.environment").ensure(self._settings.cache))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("network_task_failed", exc_info=error)
+
+
+def _part(name: str) -> Any:
+    try:
+        return import_module(f"llm4agents.barrier.{name}")
+    except ImportError as error:
+        raise HostSetupError(f"this version has no {name} yet") from error
+
+
+async def _resolved(name: str) -> list[str]:
+    """What this host resolves a name to; nothing when it cannot, or takes too long about it."""
+    with contextlib.suppress(OSError, UnicodeError, TimeoutError):
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(one[4][0]) for one in found))
+    return []
+
+
+def own_addresses() -> frozenset[Address]:
+    """The addresses of this host."""
+    texts = []
+    for path in (Path("/proc/net/fib_trie"), Path("/proc/net/if_inet6")):
+        try:
+            texts.append(path.read_text())
+        except OSError:
+            texts.append("")
+    return addresses.own_addresses(*texts)
+
+
+def _user(key: str) -> User:
+    lease = uids.lease(key)
+    return User(lease.uid, lease.uid, lease.fd)
+
+
+def _intercepts(policy: Policy) -> bool:
+    """Whether there is a connection that it looks into."""
+    network = policy.network
+    if network == Network():
+        return False
+    looked_into = any(rule.on_requests for rule in (*network.rules, *policy.floor.rules))
+    return looked_into or bool(policy.bindings) or policy.packages is not None
+
+
+def _network_of(row: SandboxRow) -> Network:
+    return Network.from_json(row.network)
+
+
+def _own(secret: str) -> bool:
+    return secret.startswith(OWN_SECRET)
+
+
+def _needs(row: SandboxRow) -> bool:
+    return (row.network or NONE) != NONE

@@ -176,6 +176,28 @@ PATH_READ_CHARACTERS_MAX: Final = 8_192
 """Of a request's path where a rule looks at paths; longer ones match no allow and every deny."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024
 FIRST_BYTES_S: Final = 10.0
+"""How long a connection may take to say what it is: TLS, HTTP or neither."""
+DENIED_FIRST_BYTES_S: Final = 3.0
+"""The same for one that is denied anyway: it is only asked so that it can be answered in its own protocol."""
+LAST_WORDS_S: Final = 2.0
+FLOW_IDLE_S: Final = 3_600.0
+HALF_CLOSED_IDLE_S: Final = 300.0
+SPLICE_BUFFER_BYTES: Final = 262_144
+SPLICE_BACKLOG_BYTES: Final = 4_194_304
+"""Of what all flows of a sandbox have read and not yet written; past it each reads SPLICE_SMALL_BYTES at a time."""
+SPLICE_SMALL_BYTES: Final = 2_048
+DNS_TTL_S: Final = 60
+RESOLVER_THREADS: Final = 16
+RESOLVING_PER_SANDBOX_MAX: Final = 8
+RESOLVE_TIMEOUT_S: Final = 10.0
+RESOLVED_KEEP_S: Final = 30.0
+RESOLVED_NOT_KEEP_S: Final = 5.0
+DIAL_TIMEOUT_S: Final = 15.0
+DIAL_STAGGER_S: Final = 0.25
+DIAL_ADDRESSES_MAX: Final = 8
+AUDIT_RECORDS_PER_S: Final = 50
+"""Sustained, of one sandbox, after a burst of AUDIT_BURST; what is more is summed up."""
+AUDIT_BURST: Final = 2_000
 AUDIT_BYTES_MAX: Final = 33_554_432
 CAPTURE_BYTES_MAX: Final = 268_435_456
 WORKER_IDLE_EXIT_S: Final = 60.0
@@ -196,23 +218,3 @@ PROTECT_PATHS_MAX: Final = 64
 PROTECT_BYTES_MAX: Final = 1 << 30
 """Of what lies at those paths, together."""
 SECRETS_MAX: Final = 1_000
-
-# Intercept
-INTERCEPT_BUILD_TIMEOUT_S: Final = 900.0
-INTERCEPT_HEAD_BYTES_MAX: Final = 65_536
-"""Of a request's line and headers."""
-INTERCEPT_ANSWER_HEAD_BYTES_MAX: Final = 262_144
-INTERCEPT_HEADERS_MAX: Final = 256
-INTERCEPT_HEAD_TIMEOUT_S: Final = 30.0
-"""For a TLS handshake, and for a request's head once its first byte is there."""
-INTERCEPT_IDLE_TIMEOUT_S: Final = 600.0
-INTERCEPT_PIPELINED_BYTES_MAX: Final = 262_144
-"""What a guest may send ahead while its last request is not answered."""
-INTERCEPT_PLACEHOLDER_BODY_BYTES_MAX: Final = 1_048_576
-INTERCEPT_SIGNED_BODY_BYTES_MAX: Final = 8_388_608
-INTERCEPT_WAITING_BYTES_MAX: Final = 33_554_432
-"""Of bodies that wait for a placeholder or a signature, in one sandbox."""
-INTERCEPT_INFLATED_BYTES_MAX: Final = 16_777_216
-"""What one piece of a compressed answer (64 KiB) may come to."""
-INTERCEPT_CERTIFICATES_MAX: Final = 1_024
-INTERCEPT_AUDIT_QUEUED_MAX: Final = 16_384

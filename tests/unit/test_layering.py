@@ -36,6 +36,12 @@ ALLOWED = {
     ("sdk", "engine.doctor"): "doctor must work where the server cannot start",
 }
 PURE = [
+    "barrier/gateway/dns.py",
+    "barrier/gateway/hello.py",
+    "barrier/gateway/http1.py",
+    "barrier/gateway/meter.py",
+    "barrier/gateway/packets.py",
+    "barrier/gateway/words.py",
     "engine/lifecycle.py",
     "guest/frames.py",
     "images/spec.py",

@@ -218,3 +218,23 @@ PROTECT_PATHS_MAX: Final = 64
 PROTECT_BYTES_MAX: Final = 1 << 30
 """Of what lies at those paths, together."""
 SECRETS_MAX: Final = 1_000
+
+# Intercept
+INTERCEPT_BUILD_TIMEOUT_S: Final = 900.0
+INTERCEPT_HEAD_BYTES_MAX: Final = 65_536
+"""Of a request's line and headers."""
+INTERCEPT_ANSWER_HEAD_BYTES_MAX: Final = 262_144
+INTERCEPT_HEADERS_MAX: Final = 256
+INTERCEPT_HEAD_TIMEOUT_S: Final = 30.0
+"""For a TLS handshake, and for a request's head once its first byte is there."""
+INTERCEPT_IDLE_TIMEOUT_S: Final = 600.0
+INTERCEPT_PIPELINED_BYTES_MAX: Final = 262_144
+"""What a guest may send ahead while its last request is not answered."""
+INTERCEPT_PLACEHOLDER_BODY_BYTES_MAX: Final = 1_048_576
+INTERCEPT_SIGNED_BODY_BYTES_MAX: Final = 8_388_608
+INTERCEPT_WAITING_BYTES_MAX: Final = 33_554_432
+"""Of bodies that wait for a placeholder or a signature, in one sandbox."""
+INTERCEPT_INFLATED_BYTES_MAX: Final = 16_777_216
+"""What one piece of a compressed answer (64 KiB) may come to."""
+INTERCEPT_CERTIFICATES_MAX: Final = 1_024
+INTERCEPT_AUDIT_QUEUED_MAX: Final = 16_384

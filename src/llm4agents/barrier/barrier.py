@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from llm4agents.barrier import wire, workers
+from llm4agents.barrier.link.links import SPEC as LINK
 from llm4agents.barrier.link.links import Link, Links
 from llm4agents.barrier.workers import Spec, User, Worker, WorkerError, WorkerLost
 from llm4agents.config import Settings
@@ -29,7 +30,7 @@ from llm4agents.errors import HostSetupError, LLM4AgentsError, UnknownOutcomeErr
 log = structlog.get_logger()
 
 GATEWAY = Spec("gateway", "llm4agents.barrier.gateway", dials=True)
-LINK = Spec("link", "llm4agents.barrier.link", privileged=True)
+
 INTERCEPT = "llm4agents.barrier.intercept"
 PLANTED = ("tcp", "udp", "packets")
 """What the gateway is given of a sandbox, and the descriptor of its VMM after them."""

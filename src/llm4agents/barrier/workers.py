@@ -114,8 +114,11 @@ class Worker:
         user: Callable[[str], User] | None = None,
         on_up: OnUp | None = None,
         on_event: OnEvent | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`run`, `state`: the server's. `user` leases a uid for a name (we are root); its descriptor is closed here."""
+        """`run`, `state`: the server's. `user` leases a uid for a name (we are root); its descriptor is closed here.
+        `quiet`: nothing is logged, for who has no server and no log."""
+        self._log: Any = structlog.wrap_logger(structlog.ReturnLogger(), processors=[]) if quiet else log
         self.spec = spec
         self.socket_path = run / "barrier" / f"{spec.name}.sock"
         self.directory = state / "barrier" / spec.name
@@ -181,7 +184,7 @@ class Worker:
             async with asyncio.timeout(timeout):
                 answer, given = await asyncio.shield(future)
         except TimeoutError:
-            log.error("worker_hangs", worker=self.spec.name, op=message.get("op"))
+            self._log.error("worker_hangs", worker=self.spec.name, op=message.get("op"))
             self._kill()
             raise WorkerLost(f"the barrier's {self.spec.name} did not answer within {timeout:g} s") from None
         except asyncio.CancelledError:
@@ -212,7 +215,7 @@ class Worker:
                     await self._spawn()
             except (LLM4AgentsError, WorkerError, OSError) as error:
                 self.problem = error.message if isinstance(error, LLM4AgentsError) else str(error)
-                log.error("worker_not_started", worker=self.spec.name, error=self.problem)
+                self._log.error("worker_not_started", worker=self.spec.name, error=self.problem)
                 self._drop(WorkerLost(self.problem))
                 self._again()
                 return
@@ -246,10 +249,10 @@ class Worker:
             self._drop(WorkerLost("it did not answer"))
             return False  # what it is, `_spawn` ends
         if answer.get("version") != self._version:
-            log.info("worker_of_another_version", worker=self.spec.name, version=answer.get("version"))
+            self._log.info("worker_of_another_version", worker=self.spec.name, version=answer.get("version"))
             await self._stop()
             return False
-        log.info("worker_adopted", worker=self.spec.name, pid=answer.get("pid"))
+        self._log.info("worker_adopted", worker=self.spec.name, pid=answer.get("pid"))
         await self._is_up(answer)
         return True
 
@@ -276,7 +279,7 @@ class Worker:
             raise HostSetupError("it ended at once")
         self._attach(sock)
         answer = await self._hello()
-        log.info("worker_started", worker=self.spec.name, pid=self._pid)
+        self._log.info("worker_started", worker=self.spec.name, pid=self._pid)
         await self._is_up(answer)
 
     def _argv(self) -> list[str]:
@@ -456,7 +459,7 @@ class Worker:
         self.problem = "it ended"
         self._drop(WorkerLost(f"the barrier's {self.spec.name} ended"))
         if was_up and not self._closed:
-            log.warning("worker_lost", worker=self.spec.name, pid=self._pid, lasted_s=round(lasted, 1))
+            self._log.warning("worker_lost", worker=self.spec.name, pid=self._pid, lasted_s=round(lasted, 1))
             if lasted > LASTED_S:
                 self._failures = 0
             self._again()

@@ -15,7 +15,7 @@ from typing import Any
 
 from llm4agents import binaries, limits
 from llm4agents.config import Settings
-from llm4agents.engine import admission, parts
+from llm4agents.engine import admission, network, parts
 from llm4agents.engine import host as hosts
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.images.cache import Cache
@@ -81,6 +81,8 @@ async def report_async(settings: Settings) -> dict[str, Any]:
         "sandboxes run in software emulation without it",
         required=settings.require_kvm,
     )
+    for name, ok, detail, hint in await network.checks(settings):
+        check(name, ok, detail, hint, required=False)
     host = hosts.host(_existing(settings.state))
     memory_mib = host.memory_available_bytes >> 20
     check(

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,13 +24,13 @@ import structlog
 from llm4agents import __version__
 from llm4agents.barrier import addresses
 from llm4agents.barrier.addresses import Address
-from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
+from llm4agents.barrier.barrier import LINK, Barrier, Link, Parts, Wish, no_link
 from llm4agents.barrier.judging import Floor
 from llm4agents.barrier.network import Network
 from llm4agents.barrier.packages import Discovery
 from llm4agents.barrier.policy import Policy
 from llm4agents.barrier.why import parse_question
-from llm4agents.barrier.workers import User
+from llm4agents.barrier.workers import User, Worker, WorkerError
 from llm4agents.config import Settings
 from llm4agents.engine.node import Places
 from llm4agents.engine.secrets import Secrets
@@ -173,15 +174,11 @@ class Networks:
             return Floor()
         try:
             changed = path.stat().st_mtime_ns
-            if self._floor is None or self._floor[0] != changed:
-                self._floor = (changed, Floor.load(path.read_text()))
-                self._policies.clear()
-        except OSError as error:
-            raise HostSetupError(
-                f"LLM4AGENTS_NETWORK_FLOOR: {path} cannot be read: {error.strerror}"
-            ) from error
-        except InvalidRequestError as error:
-            raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {error.message}") from error
+        except OSError:
+            changed = 0
+        if self._floor is None or self._floor[0] != changed:
+            self._floor = (changed, read_floor(path))
+            self._policies.clear()
         return self._floor[1]
 
     # -- links --------------------------------------------------------------------------------------------
@@ -330,6 +327,51 @@ class Networks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("network_task_failed", exc_info=error)
+
+
+async def checks(settings: Settings) -> list[tuple[str, bool, str, str]]:
+    """For `doctor`, without a server: (name, whether it is well, what is found, what to do)."""
+    found = []
+    if settings.barrier == "off":
+        found.append(("link", False, "LLM4AGENTS_BARRIER=off", "unset it: no sandbox can have a network"))
+    else:
+        problem = await link_problem(settings)
+        words = "namespaces, taps and nft work" if problem is None else problem
+        found.append(("link", problem is None, words, "without it only sandboxes without a network run"))
+    floor = settings.network_floor
+    try:
+        rules = Floor() if floor is None else read_floor(floor)
+        words = f"{len(rules.rules)} rules in {floor}" if floor is not None else "none set"
+        found.append(("network floor", True, words, ""))
+    except HostSetupError as error:
+        found.append(("network floor", False, error.message, "until it can be read no network is allowed"))
+    return found
+
+
+async def link_problem(settings: Settings) -> str | None:
+    """Why no link can be made on this host; None when one was."""
+    with tempfile.TemporaryDirectory(prefix="l4a-link-") as scratch:
+        place = Path(scratch)
+        worker = Worker(LINK, run=place, state=place, version=__version__, quiet=True)
+        try:
+            await worker.start()
+            answer, _ = await worker.request({"op": "check"})
+            return None if answer.get("problem") is None else str(answer["problem"])
+        except (WorkerError, LLM4AgentsError) as error:
+            return error.message if isinstance(error, LLM4AgentsError) else str(error)
+        finally:
+            await worker.close(keep=False)
+
+
+def read_floor(path: Path) -> Floor:
+    """Raises HostSetupError naming the line."""
+    try:
+        return Floor.load(path.read_text())
+    except OSError as error:
+        raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path} cannot be read: {error.strerror}") from error
+    except (InvalidRequestError, UnicodeDecodeError) as error:
+        words = error.message if isinstance(error, InvalidRequestError) else "it is not UTF-8"
+        raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {words}") from error
 
 
 def _part(name: str) -> Any:

@@ -38,6 +38,8 @@ LEASE_FD = 5
 BACK_OFF_S = (0.0, 0.2, 1.0, 5.0, 15.0)
 """Before each restart after the last that lasted `LASTED_S`."""
 LASTED_S = 60.0
+START_WAITS_S = 1.0
+"""A restart that is due within this is waited for by who wants it up."""
 STOP_TIMEOUT_S = 3.0
 TRIM_S = 30.0
 PASSED_ON = (
@@ -132,6 +134,8 @@ class Worker:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._restarting: asyncio.Task[None] | None = None
         self._trimming: asyncio.Task[None] | None = None
+        self._later: asyncio.Task[None] | None = None
+        self._delay_s = 0.0
         self._ready = asyncio.Event()
         self._closed = False
         self._up_since_s = 0.0
@@ -152,9 +156,12 @@ class Worker:
     async def start(self) -> None:
         """Adopt the one that lives, or start one; return when it answers and `on_up` is done. Idempotent.
 
-        Raises HostSetupError when it does not come up: it is tried again later all the same.
+        Raises HostSetupError when it does not come up: it is tried again later all the same, and not sooner for being
+        asked.
         """
-        if self._restarting is None and not self.up:
+        if self._later is not None and not self._later.done() and self._delay_s <= START_WAITS_S:
+            await asyncio.shield(self._later)
+        if self._restarting is None and not self.up and (self._later is None or self._later.done()):
             self._restarting = self._spawn_task(self._bring_up())
         if self._restarting is not None:
             await asyncio.shield(self._restarting)
@@ -227,7 +234,7 @@ class Worker:
     def _again(self) -> None:
         if self._closed:
             return
-        delay = BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
+        delay = self._delay_s = BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
         self._failures += 1
 
         async def later() -> None:
@@ -235,7 +242,7 @@ class Worker:
             if not self._closed and not self.up and self._restarting is None:
                 self._restarting = self._spawn_task(self._bring_up())
 
-        self._spawn_task(later())
+        self._later = self._spawn_task(later())
 
     async def _adopt(self) -> bool:
         """Whether one lives, is of our version, and is ours now."""

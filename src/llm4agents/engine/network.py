@@ -24,8 +24,9 @@ import structlog
 from llm4agents import __version__
 from llm4agents.barrier import addresses
 from llm4agents.barrier.addresses import Address
-from llm4agents.barrier.barrier import LINK, Barrier, Link, Parts, Wish, no_link
+from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
 from llm4agents.barrier.judging import Floor
+from llm4agents.barrier.link.links import SPEC as LINK
 from llm4agents.barrier.network import Network
 from llm4agents.barrier.packages import Discovery
 from llm4agents.barrier.policy import Policy

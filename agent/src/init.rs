@@ -5,6 +5,7 @@ use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
 use crate::fsfreeze::Disks;
+use crate::network;
 use crate::restore::{Names, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
@@ -292,6 +293,7 @@ fn settle() -> Step<Names> {
         let _ = fs::write(format!("/proc/sys/{name}"), value); // not every kernel has every one
     }
     loopback().doing("set lo up")?;
+    network::boot().map_err(|failure| failure.message)?;
     let mut names = Names::link().map_err(|failure| failure.message)?;
     names.set_hostname(HOSTNAME).map_err(|failure| failure.message)?;
     // So that what asks the kernel hears of each clone's own boot id too.
@@ -309,7 +311,6 @@ fn settle() -> Step<Names> {
     Ok(names)
 }
 
-/// The only interface there is.
 fn loopback() -> io::Result<()> {
     // SAFETY: a request made here, of the kind the calls want; the descriptor is ours.
     unsafe {

@@ -2,6 +2,7 @@
 
 use crate::failure::{at, Failure, Outcome};
 use crate::msgpack::Value;
+use crate::network;
 use crate::sys::{self, cvt};
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -40,6 +41,7 @@ pub struct Request<'a> {
     machine_id: &'a str,
     pub boot_id: &'a str,
     pub thaw: bool,
+    network: Option<bool>,
 }
 
 impl<'a> Request<'a> {
@@ -62,6 +64,11 @@ impl<'a> Request<'a> {
             machine_id: text("machine_id").filter(machine).ok_or_else(|| bad("machine_id is 32 hex digits"))?,
             boot_id: text("boot_id").filter(boot).ok_or_else(|| bad("boot_id is 1 to 128 printable characters"))?,
             thaw: request.get("thaw").bool(true),
+            network: match request.get("network") {
+                Value::Nil => None,
+                Value::Bool(up) => Some(*up),
+                _ => return Err(bad("network is a truth value")),
+            },
         })
     }
 
@@ -71,7 +78,12 @@ impl<'a> Request<'a> {
         sys::set_wall_clock(self.unix_ns).map_err(at("set the clock"))?;
         names.set_hostname(self.hostname)?;
         names.machine_id.put(format!("{}\n", self.machine_id).as_bytes())?;
-        names.boot_id.put(format!("{}\n", self.boot_id).as_bytes())
+        names.boot_id.put(format!("{}\n", self.boot_id).as_bytes())?;
+        // A guest whose root has renamed or unbound it wakes up all the same.
+        match self.network.map_or(Ok(()), network::set) {
+            Err(failure) if failure.code == "not_found" => Ok(()),
+            done => done,
+        }
     }
 }
 

@@ -200,9 +200,10 @@ def test_metrics_are_of_the_guest(box: Box) -> None:
     assert 4 << 30 < seen["disk_total"] <= 5 << 30
 
 
-def test_there_is_no_network_and_no_nic_in_use(box: Box) -> None:
+def test_there_is_one_nic_and_ipv6_only_on_loopback(box: Box) -> None:
     node, sandbox = box
-    assert node.exec(sandbox, "ls /sys/class/net")["stdout"].split() == ["lo"]
+    assert sorted(node.exec(sandbox, "ls /sys/class/net")["stdout"].split()) == ["eth0", "lo"]
+    assert node.exec(sandbox, "cat /proc/net/if_inet6")["stdout"].split()[-1:] == ["lo"]
 
 
 def test_listing_filters_and_pages(shared_node: Node) -> None:

@@ -65,6 +65,12 @@ impl Agent {
                 done(empty_map())
             }
             b"post_restore" => self.post_restore(request).and_then(done),
+            b"network" => {
+                self.machine()?;
+                let Value::Bool(up) = request.get("up") else { return Err(Failure::invalid("up is a truth value")) };
+                crate::network::set(*up)?;
+                done(empty_map())
+            }
             b"poweroff" => {
                 self.machine()?;
                 self.power_off = true;

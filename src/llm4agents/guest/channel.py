@@ -55,6 +55,7 @@ _MACHINE_VERBS = frozenset(
 _CAPABILITIES: Final = {
     **dict.fromkeys(("attach", "processes", "signal", "forget", "ports", "limits"), "managed"),
     **dict.fromkeys(("tar_out", "tar_in", "set_attributes", "link", "watch", "search"), "files2"),
+    "network": "network",
 }
 """The verbs of version 1 that came after it, and what an agent that has them says in its HELLO_ACK."""
 _V1_VERBS = _FILE_VERBS | _MACHINE_VERBS | {"exec", "connect"}

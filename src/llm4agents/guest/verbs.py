@@ -390,10 +390,14 @@ class Agent(ManagedVerbs):
         machine_id: str,
         boot_id: str,
         env: Mapping[str, str] | None = None,
+        network: bool | None = None,
         thaw: bool = True,
         timeout: float = VERB_TIMEOUT_S,
     ) -> None:
-        """Make a clone a machine of its own; the first call after every resume. 64 bytes of `entropy`."""
+        """Make a clone a machine of its own; the first call after every resume. 64 bytes of `entropy`.
+
+        `network`: whether its NIC is to be up, None to leave it; an older agent has no NIC and ignores it.
+        """
         if len(entropy) != 64:
             raise InvalidRequestError("post_restore takes 64 bytes of entropy")
         identity = {"hostname": hostname, "machine_id": machine_id, "boot_id": boot_id}
@@ -403,11 +407,17 @@ class Agent(ManagedVerbs):
             **identity,
             "env": maps.wire_env(env),
             "thaw": thaw,
+            **({} if network is None else {"network": network}),
         }
         await self._call("post_restore", arguments, timeout=timeout)
 
     async def set_time(self, unix_ns: int, *, timeout: float = VERB_TIMEOUT_S) -> None:
         await self._call("set_time", {"unix_ns": unix_ns}, timeout=timeout)
+
+    async def network(self, up: bool, *, timeout: float = VERB_TIMEOUT_S) -> None:
+        """Bring the guest's NIC up, with the addresses every sandbox has, or down. Raises GuestError (code
+        `not_found`) when there is none, VersionMismatchError for an agent from before networks."""
+        await self._call("network", {"up": up}, timeout=timeout)
 
     async def set_env(self, env: Mapping[str, str], *, timeout: float = VERB_TIMEOUT_S) -> None:
         """Replace the default environment of later execs."""

@@ -20,6 +20,7 @@ WANTED: tuple[str, ...] = (
     "virtio_blk",
     "virtio_console",
     "virtio_rng",
+    "virtio_net",
     "erofs",
     "overlay",
     "ext4",
@@ -27,7 +28,6 @@ WANTED: tuple[str, ...] = (
     "vmw_vsock_virtio_transport_common",
     "vmw_vsock_virtio_transport",
 )
-"""No virtio_net: guests have a NIC slot (so that a clone may get one later) but, yet, no driver for it."""
 OPTIONAL: tuple[str, ...] = ("crc32c_generic",)
 """Asked for by name by what is above where a kernel has them at all; newer ones have no such module."""
 

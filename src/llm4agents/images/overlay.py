@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from llm4agents import limits
 from llm4agents.errors import HostSetupError
 from llm4agents.images import trust
 from llm4agents.images.debian import Source
@@ -24,8 +25,9 @@ EPOCH = 1_735_689_600
 """Every file's time, 2025-01-01: equal inputs make equal images, and zip refuses what is older than 1980."""
 DATA = Path(__file__).parent / "data"
 
-RESOLV_CONF = """# This version of LLM4Agents gives its sandboxes no network: there is no name server to ask.
-# Put files into a sandbox with the SDK (`files.write`, `files.upload`) or the CLI (`llm4agents cp`).
+RESOLV_CONF = f"""# Names are answered by this sandbox's network policy, which is kept on the host: a name that
+# is not allowed does not exist. `llm4agents net why ID URL` says why, `llm4agents net set ID ...` changes it.
+nameserver {limits.GATEWAY_ADDRESS}
 """
 _APT_CONF = 'APT::Install-Recommends "0";\nAPT::Sandbox::User "root";\n'
 

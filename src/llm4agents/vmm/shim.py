@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -155,9 +156,11 @@ async def fetch(run_dir: Path) -> dict[str, int]:
         try:
             directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, directory)
-            # Through the descriptor: a socket's path has 107 bytes at most, a run_dir may be longer.
-            sock.connect(f"/proc/self/fd/{directory}/{LINK_SOCKET}")
-            await asyncio.wait_for(readable(sock.fileno()), FETCH_TIMEOUT_S)
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                # Through the descriptor: a socket's path has 107 bytes at most, a run_dir may be longer.
+                while sock.connect_ex(f"/proc/self/fd/{directory}/{LINK_SOCKET}") == errno.EAGAIN:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # others are before us in its queue
+                await readable(sock.fileno())
             size = array.array("i").itemsize
             names, ancillary, _, _ = sock.recvmsg(
                 4096, socket.CMSG_SPACE(SERVED_MAX * size), socket.MSG_CMSG_CLOEXEC

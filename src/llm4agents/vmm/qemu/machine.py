@@ -44,6 +44,8 @@ from llm4agents.vmm.waiting import readable
 
 AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
 EVENTS_KEPT_MAX = 64
+_NO_ANNOUNCEMENT = {"announce-rounds": 0}
+"""Where a clone's address is, its host knows: no packets, and no interrupt in the guest, to tell it."""
 _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
 
 
@@ -278,6 +280,7 @@ class QemuMachine:
         sent = [
             self._qmp.send("qmp_capabilities"),
             self._qmp.send("migrate-set-capabilities", capabilities=_IGNORE_SHARED),
+            self._qmp.send("migrate-set-parameters", **_NO_ANNOUNCEMENT),
             self._qmp.send("getfd", fd=state_fd, fdname="state"),
         ]
         try:

@@ -23,7 +23,7 @@ from llm4agents.images.process import Cancel, check_room, in_thread, require
 from llm4agents.images.progress import Progress, silent
 from llm4agents.images.spec import RUNNER_DIRECTORY, TemplateSpec
 
-_BUILDER = 3
+_BUILDER = 4
 _UUID = "4c344167-656e-7401-8000-000000000001"
 _COPYRIGHT_BYTES_MAX = 262_144
 _EXCLUDED = ("doc", "man", "info", "locale", "lintian", "bug", "groff", "linda", "doc-base")
@@ -193,6 +193,11 @@ def hooks(spec: TemplateSpec, python: str, overlay: Path) -> list[str]:
         'if [ -d "$1"/home/user/.pki ]; then chroot "$1" chown -R user:user /home/user/.pki; fi',
         'if [ -d "$1"/root/.pki ]; then chmod 700 "$1"/root/.pki "$1"/home/user/.pki; fi',
     ]
+    if spec.wheels == "python":
+        # As Debian's own certifi: who asks it by name gets the system's list too.
+        packages = f"/usr/local/lib/python{python}/dist-packages"
+        for bundle in (f"{packages}/certifi/cacert.pem", f"{packages}/pip/_vendor/certifi/cacert.pem"):
+            found.append(f'if [ -e "$1{bundle}" ]; then ln -sf {trust.BUNDLE} "$1{bundle}"; fi')
     if any(package in ("python3", "python3-minimal") for package in spec.packages):
         # Installed only to be run in here; the wheels are read by the compiler, not run. Without a time stamp in
         # it byte code stays valid although every file of the image gets the same time.

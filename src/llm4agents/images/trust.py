@@ -23,6 +23,7 @@ from llm4agents.images.cache import Cache, digest_of
 
 DIRECTORY = "/usr/local/share/ca-certificates"
 """Of a Debian, host and guest: what is in it is trusted beside Debian's own list."""
+BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 AUTHORITY = "llm4agents-node.crt"
 CERTIFICATE_BYTES_MAX = 1_048_576
 

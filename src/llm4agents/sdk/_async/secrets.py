@@ -13,7 +13,7 @@ class AsyncSecrets:
     it lets go of its connections at the end.
 
     A sandbox uses one through a binding: `network={"rules": [...], "credentials": [{"secret": "GITHUB", "host":
-    "api.github.com", "as": "bearer"}]}`.
+    "api.example.com", "as": "bearer"}]}`.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ class Secrets:
     it lets go of its connections at the end.
 
     A sandbox uses one through a binding: `network={"rules": [...], "credentials": [{"secret": "GITHUB", "host":
-    "api.github.com", "as": "bearer"}]}`.
+    "api.example.com", "as": "bearer"}]}`.
     """
 
     def __init__(self) -> None:

@@ -173,7 +173,7 @@ PACKAGE_TOOL_TIMEOUT_S: Final = 60.0
 PACKAGE_REQUEST_TIMEOUT_S: Final = 20.0
 PACKAGE_ANSWER_BYTES_MAX: Final = 16_777_216
 PATH_READ_CHARACTERS_MAX: Final = 8_192
-"""Of a request's path where a rule looks at paths; longer ones match no allow and every deny."""
+"""Of a request's path that has escapes or the like, where a rule looks at paths; longer ones match no allow."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024
 FIRST_BYTES_S: Final = 10.0
 """How long a connection may take to say what it is: TLS, HTTP or neither."""

@@ -151,7 +151,7 @@ class Binding:
             "port": self.port,
             **({"scheme": self.scheme} if self.scheme != "https" else {}),
             "methods": None if self.methods is None else list(self.methods),
-            "path": self.path,
+            "path": None if self.path is None else rules.path_text(self.path),
             "as": self.form,
             **{key: text for key, text in extra.items() if text is not None},
         }

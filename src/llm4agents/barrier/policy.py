@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from ipaddress import IPv4Address
 from typing import Any, Literal
 
 from llm4agents import limits
@@ -29,7 +28,6 @@ __all__ = ["CANARY", "Floor", "Policy", "Request", "Step", "Target", "Verdict", 
 
 Via = Literal["splice", "raw", "intercept"]
 _DNS_OVER_TLS = 853
-_NOWHERE = IPv4Address(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +140,8 @@ class Policy:
     def resolve(self, name: str) -> Verdict:
         """Whether the resolver may answer for the name: whether any connection to it could be allowed."""
         name = name.lower().removesuffix(".")
+        if addresses.is_numeric(name) or not name or ":" in name:
+            return Verdict(False, "default", f"{name[:100]!r} is no name")
         rewrite = self._rewrites.get(name)
         probe = self.rewrite(Target(name, None, 443))
         found = (
@@ -398,13 +398,12 @@ class Policy:
             )
         rule = f"allow {target.host}" if target.port in (80, 443) and target.name else f"allow {target}"
         what = str(target)
+        kind = Kind.PUBLIC if target.address is None or target.name else addresses.classify(target.address)
+        if kind in NEVER:
+            return f"{target} is {a_kind(kind)} address; nothing can be connected to there"
         if request is not None:
             what = f"{request.method} {request.path.partition('?')[0][:200]} of {target}"
-        wide = ""
-        if profile != "public" and (
-            target.name is not None or addresses.classify(target.address or _NOWHERE) is Kind.PUBLIC
-        ):
-            wide = ' (or sets network="public")'
+        wide = ' (or sets network="public")' if profile != "public" and kind is Kind.PUBLIC else ""
         return (
             f"no rule allows {what}; this sandbox's network profile is `{profile}`. Way out: whoever made this sandbox "
             f"adds the rule `{rule}`{wide}, also while it runs"
@@ -417,9 +416,17 @@ class Policy:
         nets = index.of_net(address)
         if not nets:
             return False, None
-        named = index.of_name(target.name) if target.name is not None else []
+        if target.name is None:  # (`connect` has judged it in its order; only the class is open)
+            there = (index.all[at] for at in nets)
+            return any(
+                rule.allow
+                and rule.host.net is not None
+                and rule.has_port(target.port)
+                and addresses.opens(rule.host.net, address, kind)
+                for rule in there
+            ), None
         decided = False
-        for at in sorted({*nets, *named}):
+        for at in sorted({*nets, *index.of_name(target.name)}):
             rule = index.all[at]
             if not rule.has_port(target.port):
                 continue
@@ -461,6 +468,8 @@ def _bound(binding: Binding, target: Target) -> bool:
 
 def _same_host(text: str, target: Target) -> bool:
     host = text.strip().lower()
+    if host == target.seen_as:
+        return True
     if host.startswith("["):
         bare, _, port = host[1:].partition("]")
         port = port.removeprefix(":")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any, Literal, NoReturn
+from urllib.parse import quote
 
 from llm4agents import limits
 from llm4agents.barrier import addresses
@@ -111,7 +112,7 @@ class Rule:
         if self.protocol is not None:
             words.append({"tls": "https"}.get(self.protocol, self.protocol))
         ports = "" if self.ports is None else ":" + _ports_text(self.ports)
-        words.append(f"{self.host}{ports}{self.path or ''}")
+        words.append(f"{self.host}{ports}{path_text(self.path or '')}")
         if self.rate_bytes_per_s is not None:
             words.append(f"rate={size_text(self.rate_bytes_per_s)}/s")
         if self.bytes_max is not None:
@@ -123,6 +124,11 @@ def _ports_text(ports: Ports) -> str:
     if ports == EVERY:
         return "*"
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ports)
+
+
+def path_text(path: str) -> str:
+    """A rule's path as it is written in a line."""
+    return quote(path, safe="/*!$&'()+,=:@~._-")
 
 
 def size_text(size: int) -> str:
@@ -207,8 +213,8 @@ def _parse(line: str) -> Rule:
         words.pop(0)
     if not words or words[0][0].startswith(("rate=", "bytes=")):
         raise _Refused("there is no host", "HOST[:PORT][/PATH] here", "", end)
-    target, at = words.pop(0)
-    host, ports, path = parse_target(target, at)
+    target, place = words.pop(0)
+    host, ports, path = parse_target(target, place)
     rate = size = None
     for word, at in words:
         key, _, value = word.partition("=")
@@ -229,14 +235,14 @@ def _parse(line: str) -> Rule:
         )
     if protocol == "tcp":
         if methods is not None or path is not None:
-            raise _Refused("tcp has neither methods nor paths", "http or https, or no path", target, end)
+            raise _Refused("tcp has neither methods nor paths", "http or https, or no path", target, place)
         if allow and ports is None:
-            raise _Refused("tcp needs a port", f"{target}:22, or {target}:* for every port", target, end)
+            raise _Refused("tcp needs a port", f"{target}:22, or {target}:* for every port", target, place)
     if allow and host.net is not None:
         kind = addresses.classify(host.net[0])
         if kind in addresses.NEVER and host.net.prefixlen >= 4:
             raise _Refused(
-                f"{host} is {kind.value}: nothing can be connected to there", "another address", target, end
+                f"{host} is {kind.value}: nothing can be connected to there", "another address", target, place
             )
     return Rule(allow, host, methods, protocol, ports, path, rate, size)
 
@@ -362,6 +368,8 @@ def _path(text: str, word: str, at: int) -> str:
     expected = "a path such as /repos/*, without query; * stands for anything"
     if "?" in text or "#" in text:
         raise _Refused("rules look at paths without their queries", expected, word, at)
+    if re.search(r"%2[aA]", text):
+        raise _Refused("a * that is meant is not to be told from one that stands for anything", expected, word, at)
     readings = read_path(text)
     if len(readings) != 1 or readings[0] is None:
         raise _Refused(f"{text!r} can be read in more than one way", expected, word, at)

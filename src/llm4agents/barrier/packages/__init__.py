@@ -24,6 +24,7 @@ from llm4agents.barrier.network import Binding, PackageHost, Packages, Rewrite
 from llm4agents.barrier.packages import tools
 from llm4agents.barrier.packages.index import THIS_HOST, Found, Index, Place, directory, pattern
 from llm4agents.barrier.packages.probe import Probed, Prober, authorities
+from llm4agents.barrier.rules import path_text
 
 Progress = Callable[[str], None]
 _LOOPBACK = "127.0.0.1"
@@ -220,7 +221,7 @@ def _bind(credentials: list[Binding], secrets: dict[str, str], index: Index, whe
                 "host": f"[{host}]" if ":" in host else host,
                 "port": where.port,
                 "scheme": where.scheme,
-                "path": path,
+                "path": None if path is None else path_text(path),
                 **form,
             },
             own=True,

@@ -154,7 +154,7 @@ async def identify(agent: Agent, ident: str, env: Mapping[str, str], *, linked: 
         machine_id=secrets.token_hex(16),
         boot_id=boot_id,
         env=env,
-        network=False,
+        network=linked,
     )
     return boot_id
 

@@ -15,7 +15,6 @@ import socket
 import tempfile
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from llm4agents import __version__
 from llm4agents.barrier import addresses
 from llm4agents.barrier.addresses import Address
 from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
+from llm4agents.barrier.intercept import environment
 from llm4agents.barrier.judging import Floor
 from llm4agents.barrier.link.links import SPEC as LINK
 from llm4agents.barrier.network import Network
@@ -139,7 +139,7 @@ class Networks:
             raise no_link(problem)
         self._secrets.check(name for name in asked.wish.secrets if not _own(name))
         if asked.wish.intercepts:
-            await _part("intercept.environment").ensure(self._settings.cache, progress)
+            await environment.ensure(self._settings.cache, progress)
         return asked
 
     def default(self) -> Network:
@@ -317,7 +317,7 @@ class Networks:
         return authority.certificate_pem.decode(), authority.key_pem().decode()
 
     async def _interpreter(self) -> Path:
-        return Path(await _part("intercept.environment").ensure(self._settings.cache))
+        return await environment.ensure(self._settings.cache)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
@@ -339,6 +339,11 @@ async def checks(settings: Settings) -> list[tuple[str, bool, str, str]]:
         problem = await link_problem(settings)
         words = "namespaces, taps and nft work" if problem is None else problem
         found.append(("link", problem is None, words, "without it only sandboxes without a network run"))
+    built = environment.python(settings.cache)
+    words = (
+        "not built yet: the first network that needs it builds it" if built is None else str(built.parents[1])
+    )
+    found.append(("interceptor", built is not None, words, "scripts/bootstrap builds it ahead"))
     floor = settings.network_floor
     try:
         rules = Floor() if floor is None else read_floor(floor)
@@ -373,13 +378,6 @@ def read_floor(path: Path) -> Floor:
     except (InvalidRequestError, UnicodeDecodeError) as error:
         words = error.message if isinstance(error, InvalidRequestError) else "it is not UTF-8"
         raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {words}") from error
-
-
-def _part(name: str) -> Any:
-    try:
-        return import_module(f"llm4agents.barrier.{name}")
-    except ImportError as error:
-        raise HostSetupError(f"this version has no {name} yet") from error
 
 
 async def _resolved(name: str) -> list[str]:

@@ -28,9 +28,8 @@ def warm() -> None:
 
 async def main() -> None:
     warm()
-    dialler = Dialler()  # (reads the host's CA bundle if a proxy needs it)
     harden()
-    gateway = Gateway(DIRECTORY, dialler)
+    gateway = Gateway(DIRECTORY, Dialler())
 
     def unforeseen(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         gateway.trouble("", context.get("exception") or RuntimeError(context.get("message")))

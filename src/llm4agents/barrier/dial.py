@@ -77,7 +77,11 @@ class Dialler:
 
     def __init__(self, environ: Mapping[str, str] | None = None, *, ca_file: str | None = None) -> None:
         self._environ = dict(os.environ if environ is None else environ)
-        self._ca_file = ca_file
+        urls = [self._env(name) for name in ("https_proxy", "http_proxy", "all_proxy")]
+        self._tls: ssl.SSLContext | None = None
+        if any(url.startswith("https://") for url in urls):
+            # Now, since later this process may not be able to read it.
+            self._tls = ssl.create_default_context(cafile=ca_file or self._env("ssl_cert_file") or None)
         self._pool = ThreadPoolExecutor(limits.RESOLVER_THREADS, "resolve")
         self._cache: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
         self._asking: dict[str, asyncio.Task[tuple[str, ...]]] = {}
@@ -241,9 +245,8 @@ class Dialler:
 
     async def _encrypted(self, sock: socket.socket, name: str) -> socket.socket:
         """One end of a socket pair, whose other end is pumped through TLS: who gets it needs to know nothing of it."""
-        ca_file = self._ca_file or self._env("ssl_cert_file") or None
-        context = ssl.create_default_context(cafile=ca_file)
-        reader, writer = await asyncio.open_connection(sock=sock, ssl=context, server_hostname=name)
+        assert self._tls is not None
+        reader, writer = await asyncio.open_connection(sock=sock, ssl=self._tls, server_hostname=name)
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         inner_reader, inner_writer = await asyncio.open_connection(sock=ours)

@@ -426,7 +426,7 @@ def test_addresses_are_cleaned() -> None:
         "ssh://a/",
         "http://a b/",
         "http://x:y/",
-        "https://0x7f.1/",
+        "https://0x7f000001/",
         "",
         "http://u:secret@:1:2/",
     ):

@@ -767,7 +767,7 @@ def test_why_says_every_rule_looked_at() -> None:
         "https://*.a.example",
         "a b c",
         "https://a.example:0",
-        "http://0x7f.1/",
+        "http://0x7f000001/",
     ],
 )
 def test_questions_that_are_none(text: str) -> None:

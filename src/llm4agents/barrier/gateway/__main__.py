@@ -28,8 +28,9 @@ def warm() -> None:
 
 async def main() -> None:
     warm()
+    dialler = Dialler()  # (reads the host's CA bundle if a proxy needs it)
     harden()
-    gateway = Gateway(DIRECTORY, Dialler())
+    gateway = Gateway(DIRECTORY, dialler)
 
     def unforeseen(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         gateway.trouble("", context.get("exception") or RuntimeError(context.get("message")))

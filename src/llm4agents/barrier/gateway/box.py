@@ -236,8 +236,8 @@ class Box:
         self.generation += 1
         cut = 0
         for flow in list(self.flows.values()):
-            if flow.state in ("denied", "over") or flow.asked.port == 53:
-                continue
+            if flow.state in ("denied", "handed", "over") or flow.asked.port == 53:
+                continue  # (what was handed over, the interceptor judges again)
             if self.no_such_name(flow.asked) is not None:
                 continue
             spoken = flow.first.protocol if flow.first is not None else None

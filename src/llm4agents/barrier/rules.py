@@ -369,7 +369,9 @@ def _path(text: str, word: str, at: int) -> str:
     if "?" in text or "#" in text:
         raise _Refused("rules look at paths without their queries", expected, word, at)
     if re.search(r"%2[aA]", text):
-        raise _Refused("a * that is meant is not to be told from one that stands for anything", expected, word, at)
+        raise _Refused(
+            "a * that is meant is not to be told from one that stands for anything", expected, word, at
+        )
     readings = read_path(text)
     if len(readings) != 1 or readings[0] is None:
         raise _Refused(f"{text!r} can be read in more than one way", expected, word, at)

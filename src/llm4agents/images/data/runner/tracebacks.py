@@ -26,7 +26,9 @@ _LIBRARIES = tuple(
     }
 )
 _NO_NETWORK_ERRNO = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL}
-NO_NETWORK = "note: this sandbox has no network that leads there: network= says what it may reach (default: none)"
+NO_NETWORK = (
+    "note: this sandbox has no network that leads there: network= says what it may reach (default: none)"
+)
 
 
 def describe(error: BaseException) -> tuple[str, str, str]:

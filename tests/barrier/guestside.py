@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -305,6 +306,43 @@ class Log:
             while True:
                 self.seen += parse(self._sock.recv(1 << 18))
         return self.seen
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+# -- the end of a namespace --
+
+
+class Watched:
+    """Knows when the kernel has taken a namespace down. It holds nothing of it: the id ours gives it goes with it."""
+
+    def __init__(self, netns: int) -> None:
+        self._sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
+        self._sock.bind((0, 0))
+        # RTM_NEWNSID: NETNSA_NSID (-1: any), NETNSA_FD. One that has an id already keeps it.
+        body = struct.pack("B3x", 0) + struct.pack("HHi", 8, 1, -1) + struct.pack("HHI", 8, 3, netns)
+        error = self._ask(88, 0x1 | 0x4, body)
+        assert struct.unpack_from("i", error, 16)[0] in (0, -errno.EEXIST)
+        answer = self._ask(90, 0x1, struct.pack("B3x", 0) + struct.pack("HHI", 8, 3, netns))
+        (self.nsid,) = struct.unpack_from("i", answer, 16 + 4 + 4)
+
+    def _ask(self, kind: int, flags: int, body: bytes) -> bytes:
+        self._sock.send(struct.pack("IHHII", 16 + len(body), kind, flags, 1, 0) + body)
+        return self._sock.recv(65536)
+
+    def gone(self) -> bool:
+        # RTM_GETNSID, NLM_F_DUMP: every id there is.
+        self._sock.send(struct.pack("IHHIIB3x", 20, 90, 0x1 | 0x300, 1, 0, 0))
+        found: set[int] = set()
+        while True:
+            raw = self._sock.recv(65536)
+            while len(raw) >= 16:
+                size, kind = struct.unpack_from("IH", raw)
+                if kind == 3:  # NLMSG_DONE
+                    return self.nsid not in found
+                found.add(struct.unpack_from("i", raw, 16 + 4 + 4)[0])
+                raw = raw[(size + 3) & ~3 :]
 
     def close(self) -> None:
         self._sock.close()

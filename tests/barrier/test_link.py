@@ -188,7 +188,7 @@ def test_tcp_of_no_connection_is_reset_and_told(link: Link, log: Log) -> None:
         ),
         ("ipv6", frame(b"\x60" + bytes(39), kind=0x86DD, target=b"\x33\x33\x00\x00\x00\x01")),
         ("ethernet", frame(bytes(46), kind=0x88CC)),
-        ("ethernet", frame(bytes(46), kind=0x8035)),
+        ("ethernet", frame(bytes(46), kind=0x8847)),
         ("ethernet", frame(struct.pack("!HH", 5, 0x0800) + ip(udp(b"x", 53), 17, ELSEWHERE), kind=0x8100)),
         ("multicast", frame(ip(udp(b"x", 5353), 17, "224.0.0.251"), target=b"\x01\x00\x5e\x00\x00\xfb")),
         ("multicast", frame(ip(udp(b"x", 67), 17, "255.255.255.255"), target=b"\xff" * 6)),

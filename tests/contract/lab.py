@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import binaries
+from llm4agents.barrier.link.links import Link
 from llm4agents.config import settings
 from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
@@ -112,11 +113,14 @@ class Lab:
         self.machines: list[Machine] = []
         self._count = self._overlays = 0
 
-    def placement(self, deadline_unix: float | None = None) -> Placement:
+    def placement(self, deadline_unix: float | None = None, link: Link | None = None) -> Placement:
         self._count += 1
         run_dir = self.home / f"run{self._count}"
         run_dir.mkdir(mode=0o700)
-        return Placement(f"conformance-{os.getpid()}-{self._count}", run_dir, deadline_unix)
+        place = Placement(f"conformance-{os.getpid()}-{self._count}", run_dir, deadline_unix)
+        if link is not None:
+            place = dataclasses.replace(place, tap=link.tap, serve=link.planted.names())
+        return place
 
     def overlay(self, directory: Path | None = None) -> Path:
         self._overlays += 1
@@ -132,9 +136,10 @@ class Lab:
         layers: tuple[Path, ...] = (),
         more: tuple[Disk, ...] = (),
         diff: Snapshot | None = None,
+        link: Link | None = None,
     ) -> Machine:
         """A clone, paused as the driver left it. `layers` lie between `overlay` and the frozen disk."""
-        placement = self.placement(deadline_unix)
+        placement = self.placement(deadline_unix, link)
         disks = (*self.frozen.disks(overlay or self.overlay(), layers), *more)
         machine = await self.driver.restore(self.frozen.snapshot, placement, disks, diff=diff)
         self.machines.append(machine)
@@ -160,7 +165,7 @@ async def go_on(machine: Machine, agent: Agent) -> None:
     await agent.thaw()
 
 
-async def wake(machine: Machine) -> Agent:
+async def wake(machine: Machine, *, network: bool | None = None) -> Agent:
     agent = await talk(machine, timeout=15.0)
     await agent.post_restore(
         entropy=os.urandom(64),
@@ -169,6 +174,7 @@ async def wake(machine: Machine) -> Agent:
         machine_id="0" * 32,
         boot_id="b",
         env={},
+        network=network,
     )
     return agent
 

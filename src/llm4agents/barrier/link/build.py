@@ -57,6 +57,8 @@ SYSCTLS = {
 """Of the namespace; each is a wish, since /proc/sys may be read-only (containers)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_in_user_namespace = False
+"""Root only there: what is denied is denied to the user."""
 
 
 def make() -> list[int]:
@@ -95,8 +97,10 @@ def enter_new() -> None:
     if os.geteuid() == 0:
         _check("network namespace", _libc.unshare(_CLONE_NEWNET))
         return
+    global _in_user_namespace
     uid, gid = os.geteuid(), os.getegid()
     _check("user namespace", _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET))
+    _in_user_namespace = True
     # A process that is not dumpable does not own its own files in /proc.
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     try:
@@ -115,17 +119,11 @@ def system() -> System:
             return Path("/proc/sys", name).read_text().strip()
         return ""
 
-    # The kernel compares a process's root with its mount namespace's; only if it is that, is something listed at /.
-    chroot = False
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-        chroot = not any(line.split()[4] == "/" for line in lines)
     return System(
-        root=os.geteuid() == 0,
+        root=os.geteuid() == 0 and not _in_user_namespace,
         clone_sysctl=sysctl("kernel/unprivileged_userns_clone"),
         apparmor_sysctl=sysctl("kernel/apparmor_restrict_unprivileged_userns"),
         namespaces_max=sysctl("user/max_user_namespaces"),
-        chroot=chroot,
     )
 
 

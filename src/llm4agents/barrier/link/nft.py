@@ -48,6 +48,7 @@ def ruleset() -> str:
         ]
     )
     new, asked = limits.LINK_CONNECTIONS_PER_S, limits.LINK_QUERIES_PER_S
+    # 0x8035 is RARP, by which the VMM says where its guest is.
     return f"""
 table netdev door {{
 {dropped}
@@ -59,6 +60,7 @@ table netdev door {{
   chain arrival {{
     type filter hook ingress device "{TAP}" priority 0; policy drop;
     ether saddr != {guest} goto no_mac
+    ether type 0x8035 drop
     ether type arp goto arp_in
     ether type ip6 goto no_ipv6
     ether type != ip goto no_ethernet

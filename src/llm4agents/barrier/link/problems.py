@@ -31,7 +31,6 @@ class System:
     """kernel.apparmor_restrict_unprivileged_userns."""
     namespaces_max: str = ""
     """user.max_user_namespaces."""
-    chroot: bool = False
 
 
 def explain(step: Step, number: int, system: System, detail: str = "") -> str:
@@ -77,6 +76,7 @@ def _namespace(number: int, system: System) -> str:
         return f"user.max_user_namespaces is {system.namespaces_max or 'used up'}: raise it, or {_ROOT}"
     if system.apparmor_sysctl == "1":
         return f"as root, `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or {_ROOT}"
-    if system.chroot:
-        return f"the root directory is a chroot, where Linux makes none: enter it with pivot_root, or {_ROOT}"
-    return f"something forbids it, such as a container's seccomp profile: lift that, or {_ROOT}"
+    return (
+        "Linux makes none in a chroot (enter it with pivot_root, as container runtimes do), and some seccomp profiles"
+        f" of containers forbid them: lift that, or {_ROOT}"
+    )

@@ -58,10 +58,10 @@ class Origin:
 
     @property
     def network(self) -> dict[str, Any]:
-        """What lets a sandbox reach it, as app.test."""
+        """What lets a sandbox reach it, as app.example."""
         return {
             "rules": [f"allow 127.0.0.1:{self.port}"],
-            "rewrite": [f"app.test -> 127.0.0.1:{self.port}"],
+            "rewrite": [f"app.example -> 127.0.0.1:{self.port}"],
         }
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def curl(node: Node, sandbox: str, url: str, *more: str) -> dict[str, Any]:
     return {"exit": done["exit_code"], "status": status, "body": body, "error": str(done["stderr"])}
 
 
-def reaches(node: Node, sandbox: str, host: str = "app.test") -> bool:
+def reaches(node: Node, sandbox: str, host: str = "app.example") -> bool:
     return "origin says hello" in curl(node, sandbox, f"http://{host}/")["body"]
 
 
@@ -108,7 +108,7 @@ def test_nothing_can_be_reached_by_default_and_it_says_so(node: Node) -> None:
     denied = curl(node, sandbox, f"http://{SOMEWHERE}/x")
     assert denied["status"] == "403", denied
     assert "none" in denied["body"] and "network" in denied["body"]
-    unknown = curl(node, sandbox, "http://app.test/")
+    unknown = curl(node, sandbox, "http://app.example/")
     assert unknown["exit"] == 6, unknown  # the name is not resolved
     tls = curl(node, sandbox, f"https://{SOMEWHERE}/")
     assert tls["exit"] not in (0, 28), tls  # refused, not timed out
@@ -125,16 +125,16 @@ def test_one_host_and_live_changes_both_ways(node: Node, origin: Origin) -> None
     sandbox = node.create(**SMALL, network=origin.network)
     assert node.get(sandbox)["network"]["rules"] == origin.network["rules"]
     assert reaches(node, sandbox)
-    assert curl(node, sandbox, "http://other.test/")["exit"] == 6
-    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "http://app.test/"})
+    assert curl(node, sandbox, "http://other.example/")["exit"] == 6
+    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "http://app.example/"})
     assert said["allowed"] and said["rule"] == origin.network["rules"][0]
-    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "https://other.test/"})
+    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "https://other.example/"})
     assert not said["allowed"] and said["rule"] == "default"
 
     node.call(
         "POST",
         f"/v1/sandboxes/{sandbox}/processes",
-        json={"argv": ["curl", "-sSN", "http://app.test/slow"], "id": "slow"},
+        json={"argv": ["curl", "-sSN", "http://app.example/slow"], "id": "slow"},
     )
     eventually(lambda: "/slow" in origin.asked, 30)
     told = put(node, sandbox, "none")
@@ -154,17 +154,17 @@ def _ended(node: Node, sandbox: str, process: str) -> dict[str, Any] | None:
 
 def test_policy_and_names_are_kept_over_pause_resume_and_fork(node: Node, origin: Origin) -> None:
     sandbox = node.create(**SMALL, network=origin.network)
-    address = eventually(lambda: address_of(node, sandbox, "app.test"), 30)
+    address = eventually(lambda: address_of(node, sandbox, "app.example"), 30)
     assert address.startswith("198.18.")
     node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
     assert node.get(sandbox)["network"]["rules"] == origin.network["rules"]
     node.call("POST", f"/v1/sandboxes/{sandbox}/resume", json={})
     assert reaches(node, sandbox)
-    assert address_of(node, sandbox, "app.test") == address
+    assert address_of(node, sandbox, "app.example") == address
     child = node.call("POST", f"/v1/sandboxes/{sandbox}/fork", json={"count": 1})["data"][0]
     assert child["network"] == node.get(sandbox)["network"]
     assert reaches(node, child["id"], address), "it knows the names its parent knew before it asks for one"
-    assert address_of(node, child["id"], "app.test") == address
+    assert address_of(node, child["id"], "app.example") == address
     put(node, sandbox, "none")
     assert not reaches(node, sandbox)
     assert reaches(node, child["id"]), "each has its own from then on"
@@ -184,12 +184,12 @@ def test_a_cold_resume_has_its_network(node: Node, origin: Origin) -> None:
 def test_a_killed_gateway_is_replaced_and_no_sandbox_ends(node: Node, origin: Origin) -> None:
     sandbox = node.create(**SMALL, network=origin.network)
     other = node.create(**SMALL)
-    address = eventually(lambda: address_of(node, sandbox, "app.test"), 30)
+    address = eventually(lambda: address_of(node, sandbox, "app.example"), 30)
     first = gateway(node)
     os.kill(first, signal.SIGKILL)
     eventually(lambda: node.workers().get("gateway") not in (None, first), 30)
     assert reaches(node, sandbox)
-    assert address_of(node, sandbox, "app.test") == address
+    assert address_of(node, sandbox, "app.example") == address
     assert not reaches(node, other)
     # A change that comes while it is gone is obeyed all the same.
     os.kill(gateway(node), signal.SIGKILL)
@@ -203,10 +203,10 @@ def test_the_network_outlives_its_server(node: Node, origin: Origin) -> None:
     node.call(
         "POST",
         f"/v1/sandboxes/{sandbox}/processes",
-        json={"argv": ["curl", "-sSN", "http://app.test/slow"], "id": "slow"},
+        json={"argv": ["curl", "-sSN", "http://app.example/slow"], "id": "slow"},
     )
     eventually(lambda: "/slow" in origin.asked, 30)
-    poll = "for i in $(seq 600); do curl -sS -m 5 http://app.test/poll/$i; sleep 0.1; done"
+    poll = "for i in $(seq 600); do curl -sS -m 5 http://app.example/poll/$i; sleep 0.1; done"
     node.call("POST", f"/v1/sandboxes/{sandbox}/processes", json={"command": poll, "id": "poll"})
     eventually(lambda: any(path.startswith("/poll") for path in origin.asked), 30)
     serving = gateway(node)
@@ -283,11 +283,11 @@ def test_a_host_without_links_runs_sandboxes_without_network_only(nodes: Callabl
 
 def test_the_servers_default_and_floor(nodes: Callable[..., Node], origin: Origin, tmp_path: Path) -> None:
     floor = tmp_path / "floor"
-    floor.write_text("deny *.test\n")
+    floor.write_text("deny *.example\n")
     node = nodes(LLM4AGENTS_NETWORK="public", LLM4AGENTS_NETWORK_FLOOR=str(floor)).start()
     sandbox = node.create(**SMALL)
     assert node.get(sandbox)["network"]["profile"] == "public"
-    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "https://a.test/"})
+    said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": "https://a.example/"})
     assert not said["allowed"] and said["rule"].startswith("floor")
     said = node.call("POST", f"/v1/sandboxes/{sandbox}/network/why", json={"url": f"https://{SOMEWHERE}/"})
     assert said["allowed"]

@@ -23,7 +23,7 @@ import structlog
 from llm4agents.barrier import wire, workers
 from llm4agents.barrier.link.links import SPEC as LINK
 from llm4agents.barrier.link.links import Link, Links
-from llm4agents.barrier.workers import Spec, User, Worker, WorkerError, WorkerLost
+from llm4agents.barrier.workers import Spec, User, Worker, WorkerError, WorkerLost, WorkerRefused
 from llm4agents.config import Settings
 from llm4agents.errors import HostSetupError, LLM4AgentsError, UnknownOutcomeError
 
@@ -104,6 +104,8 @@ class Barrier:
         self._intercept: Worker | None = None
         self._starting_intercept: asyncio.Lock = asyncio.Lock()
         self._gateway_epoch = self._intercept_epoch = 0
+        self._gateway_has: set[str] = set()
+        """What an adopted gateway serves already, and has not been told of by us: its connections go on."""
         self._introduced: tuple[int, int] | None = None
         """The connections of gateway and interceptor that have been given a socket to each other."""
         self._introducing = asyncio.Lock()
@@ -248,6 +250,7 @@ class Barrier:
         """It has paused (`forget` is false: its names are kept) or ended. Told in the background; a join that follows
         comes after it."""
         entry = self._entries.pop(sandbox, None)
+        self._gateway_has.discard(sandbox)
         if entry is None:
             return
         entry.left = True
@@ -309,7 +312,10 @@ class Barrier:
             # The interceptor first: flows of the new policy must find it, and if it cannot be had, the rest still goes.
             for step in (self._agree_intercept, self._agree_gateway):
                 try:
-                    done = await step(sandbox, entry)
+                    try:
+                        done = await step(sandbox, entry)
+                    except WorkerLost:  # it ended under the question: its successor is asked once
+                        done = await step(sandbox, entry)
                     cut += done
                 except (WorkerError, LLM4AgentsError) as error:
                     problem = problem or error
@@ -335,15 +341,17 @@ class Barrier:
         await self._up(self._gateway)
         epoch, wish = self._gateway_epoch, entry.wish
         told = entry.gateway
-        if told is not None and told[0] == epoch:
-            if told[1].policy == wish.policy:
-                return 0
-            answer, fds = await self._gateway.request(
-                {"op": "policy", "sandbox": sandbox, "policy": dict(wish.policy)}
-            )
-            wire.close(fds)
-            entry.gateway = (epoch, wish)
-            return int(answer.get("cut") or 0)
+        joined = told is not None and told[0] == epoch
+        if joined and told is not None and told[1].policy == wish.policy:
+            return 0
+        if joined or sandbox in self._gateway_has:
+            self._gateway_has.discard(sandbox)
+            with contextlib.suppress(WorkerRefused):  # not there any more: it joins
+                answer = await self._ask(
+                    self._gateway, {"op": "policy", "sandbox": sandbox, "policy": dict(wish.policy)}
+                )
+                entry.gateway = (epoch, wish)
+                return int(answer.get("cut") or 0)
         message = {
             "op": "join",
             "sandbox": sandbox,
@@ -416,6 +424,7 @@ class Barrier:
 
     async def _gateway_up(self, answer: dict[str, Any]) -> None:
         self._gateway_epoch += 1
+        self._gateway_has = set(answer.get("sandboxes") or ())
         self._all_agree()
 
     async def _intercept_up(self, answer: dict[str, Any]) -> None:

@@ -1,0 +1,289 @@
+"""The interceptor: its control ops, the flows the gateway hands over, and what goes back to the gateway.
+
+Runs in an environment of its own (`environment`), as a uid of its own. The CA's key and the secrets' values are in this
+process's memory and nowhere else; it is not dumpable and has no core (`worker_side.harden`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from mitmproxy.version import VERSION
+
+from llm4agents import limits
+from llm4agents.barrier import resolvers, sockets, wire
+from llm4agents.barrier.dial import Dialler
+from llm4agents.barrier.intercept import http1, messages
+from llm4agents.barrier.intercept.box import Box
+from llm4agents.barrier.intercept.certificates import Authority, Origins, rehearse
+from llm4agents.barrier.intercept.connection import Connection, broken
+from llm4agents.barrier.policy import Policy, Target
+from llm4agents.barrier.worker_side import Refused, Side
+from llm4agents.errors import InvalidRequestError
+
+TICK_S = 1.0
+_CODECS = ("ascii", "latin-1", "utf-8", "utf-8-sig", "idna", "punycode", "unicode-escape")
+
+
+def http2_is_sound() -> bool:
+    """HTTP/2 of mitmproxy before 12.1.2 has holes that let one stream speak for another. (It is off in any case until
+    its guest's side is as strict as HTTP/1's.)"""
+    return False
+
+
+class Gateway:
+    """The socket to the gateway: flows come in, records go out; what it does not take in time is summed up."""
+
+    def __init__(self, interceptor: Interceptor, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        wire.enlarge(sock)
+        self._interceptor, self._sock = interceptor, sock
+        self._out: deque[bytes] = deque()
+        self._dropped = 0
+        self._writing = False
+        asyncio.get_running_loop().add_reader(sock, self._read)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock)
+            loop.remove_writer(self._sock)
+            self._sock.close()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if len(self._out) >= limits.INTERCEPT_AUDIT_QUEUED_MAX:
+            self._dropped += 1
+            return
+        with contextlib.suppress(wire.WireError):
+            self._out.append(wire.encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._out:
+            try:
+                self._sock.send(self._out[0])
+            except BlockingIOError:
+                if not self._writing:
+                    self._writing = True
+                    loop.add_writer(self._sock, self._flush)
+                return
+            except OSError:
+                self.close()
+                return
+            self._out.popleft()
+            if self._dropped and len(self._out) < limits.INTERCEPT_AUDIT_QUEUED_MAX // 2:
+                lost, self._dropped = self._dropped, 0
+                record = {"at": round(time.time(), 3), "kind": "gateway", "verdict": "allow", "repeated": lost,
+                          "reason": "records of requests that were not taken in time"}  # fmt: skip
+                self._out.append(wire.encode({"event": "audit", "record": record}))
+        if self._writing:
+            self._writing = False
+            loop.remove_writer(self._sock)
+
+    def _read(self) -> None:
+        for _ in range(32):
+            try:
+                message, fds = wire.receive(self._sock)
+            except BlockingIOError:
+                return
+            except wire.WireError:
+                self.close()
+                return
+            if "flow" not in message or len(fds) != 1:
+                wire.close(fds)
+                continue
+            self._interceptor.begin(self, message, socket.socket(fileno=fds[0]))
+
+
+class Interceptor:
+    """Everything this process knows. Belongs to one event loop."""
+
+    def __init__(self, origins: Origins) -> None:
+        self.origins = origins
+        self.authority: Authority | None = None
+        self.dialler = Dialler(os.environ)
+        self.boxes: dict[str, Box] = {}
+        self.gateway: Gateway | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.totals = {"flows": 0, "cut": 0, "bytes_in": 0, "bytes_out": 0}
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    def ops(self) -> dict[str, Any]:
+        return {
+            "ca": self._ca,
+            "join": self._join,
+            "policy": self._policy,
+            "secrets": self._secrets,
+            "leave": self._leave,
+            "accept": self._accept,
+            "stats": self._stats,
+        }
+
+    async def _ca(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        try:
+            self.authority = Authority(message["certificate"], message["key"], http2=http2_is_sound())
+        except Exception as error:  # its words may quote the key
+            raise Refused(f"the CA cannot be used ({type(error).__name__})") from None
+        return {}
+
+    async def _join(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        ident, policy = str(message["sandbox"]), _policy(message)
+        box = self.boxes.get(ident)
+        if box is None:
+            self.boxes[ident] = Box(ident, policy, message.get("secrets") or {}, self._write)
+            return {"cut": 0}
+        box.know(message.get("secrets") or {}, add=False)
+        return {"cut": box.obey(policy)}
+
+    async def _policy(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        box = self._box(message)
+        flows = len(box.connections)
+        cut = box.obey(_policy(message))
+        self.totals["cut"] += cut
+        return {"flows": flows, "cut": cut}
+
+    async def _secrets(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        self._box(message).know(message.get("secrets") or {}, add=bool(message.get("add")))
+        return {}
+
+    async def _leave(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        box = self.boxes.pop(str(message.get("sandbox")), None)
+        if box is not None:
+            box.end()
+        return {}
+
+    async def _accept(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        if len(fds) != 1:
+            wire.close(fds)
+            raise Refused("accept takes one descriptor")
+        if self.gateway is not None:
+            self.gateway.close()
+        self.gateway = Gateway(self, socket.socket(fileno=fds[0]))
+        return {}
+
+    async def _stats(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        wire.close(fds)
+        pages = int(open("/proc/self/statm").read().split()[1])  # noqa: SIM115, PTH123, ASYNC230
+        return {
+            "sandboxes": len(self.boxes),
+            "flows": sum(len(box.connections) for box in self.boxes.values()),
+            "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+            "totals": self.totals,
+            "mitmproxy": VERSION,
+            "ca_certificates": self.origins.certificates,
+        }
+
+    def _box(self, message: dict[str, Any]) -> Box:
+        box = self.boxes.get(str(message.get("sandbox")))
+        if box is None:
+            raise Refused(f"no sandbox {message.get('sandbox')!r} here: join it first")
+        return box
+
+    # -- flows --------------------------------------------------------------------------------------------
+
+    def begin(self, gateway: Gateway, message: dict[str, Any], client: socket.socket) -> None:
+        """A connection of a guest, nothing of which has been read."""
+        task = asyncio.create_task(self._serve(gateway, message, client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, gateway: Gateway, message: dict[str, Any], client: socket.socket) -> None:
+        flow = str(message["flow"])
+        sent = received = 0
+        try:
+            box = self.boxes.get(str(message.get("sandbox")))
+            encrypted = bool(message.get("tls"))
+            if box is None or flow in box.connections or (encrypted and self.authority is None):
+                sockets.reset(client)
+                return
+            name = message.get("name")
+            asked = Target(name, None if name else message["address"], int(message["port"]))
+            sockets.no_delay(client)
+            connection = await Connection.open(self, box, client, flow=flow, asked=asked, encrypted=encrypted)
+            box.connections[flow] = connection
+            self.totals["flows"] += 1
+            try:
+                await connection.run()
+            finally:
+                sent, received = connection.sent, connection.received
+                box.connections.pop(flow, None)
+        except Exception as error:
+            broken(error)
+            client.close()
+        finally:
+            self.totals["bytes_in"] += sent
+            self.totals["bytes_out"] += received
+            gateway.tell({"event": "ended", "flow": flow, "bytes_in": sent, "bytes_out": received})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.gateway is not None:
+            self.gateway.tell({"event": "audit", "record": record})
+
+    async def tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for box in self.boxes.values():
+                for connection in list(box.connections.values()):
+                    if (reason := connection.overdue(now)) is not None:
+                        connection.cut(reason)
+
+
+def _policy(message: dict[str, Any]) -> Policy:
+    try:
+        return Policy.from_json(message["policy"])
+    except (InvalidRequestError, KeyError, TypeError) as error:
+        raise Refused(f"the policy cannot be read: {error}") from None
+
+
+class _Quiet(logging.Handler):
+    """mitmproxy's and asyncio's words may quote traffic: only that something broke is kept, and where."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            broken(record.exc_info[1])
+
+
+async def _run(interceptor: Interceptor) -> None:
+    side = Side(interceptor.ops(), sandboxes=lambda: list(interceptor.boxes))
+    ticking = asyncio.create_task(interceptor.tick())
+    try:
+        await side.run()
+    finally:
+        ticking.cancel()
+        for box in interceptor.boxes.values():
+            box.end()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR, handlers=[_Quiet()], force=True)
+    http1.install()
+    messages.install()
+    # Read and imported while we still may: afterwards we are somebody else.
+    origins = Origins(os.environ)
+    rehearse()
+    resolvers.known()
+    for name in _CODECS:
+        codecs.lookup(name)
+
+    async def go() -> None:
+        await _run(Interceptor(origins))
+
+    asyncio.run(go())

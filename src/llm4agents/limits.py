@@ -175,6 +175,9 @@ PACKAGE_ANSWER_BYTES_MAX: Final = 16_777_216
 PATH_READ_CHARACTERS_MAX: Final = 8_192
 """Of a request's path that has escapes or the like, where a rule looks at paths; longer ones match no allow."""
 FLOWS_PER_SANDBOX_MAX: Final = 1_024
+FLOWS_MAX: Final = 32_768
+"""Of all sandboxes of a gateway; when half of them are taken, a sandbox has FLOWS_PER_SANDBOX_CROWDED at most."""
+FLOWS_PER_SANDBOX_CROWDED: Final = 128
 FIRST_BYTES_S: Final = 10.0
 """How long a connection may take to say what it is: TLS, HTTP or neither."""
 DENIED_FIRST_BYTES_S: Final = 3.0

@@ -358,7 +358,32 @@ def test_a_new_policy_cuts_what_it_denies_and_nothing_else(box: tuple[Joined, Gu
             sock.close()
 
 
-def test_bytes_a_rule_allows_are_counted_over_its_connections(box: tuple[Joined, Guest]) -> None:
+def test_a_new_policy_cuts_what_has_not_begun(box: tuple[Joined, Guest], web: Origin, gate: Gate) -> None:
+    joined, guest = box
+    joined.set(led("web.example.com", web, "http"))
+    address = resolve(guest, "web.example.com")
+    assert address is not None
+    with guest.connect(address, 80) as silent, guest.connect(address, 80) as slow:
+        slow.sendall(b"GET / HT")
+        eventually(lambda: gate.ask("stats")["flows"] == 2)
+        assert joined.set("none")["cut"] == 2
+        for sock in (silent, slow):
+            with pytest.raises(ConnectionResetError):
+                sock.recv(10)
+    assert gate.ask("flows", sandbox="sb")["count"] == 0
+
+
+def test_a_connection_that_only_knocks_is_no_denial(box: tuple[Joined, Guest], web: Origin) -> None:
+    joined, guest = box
+    joined.set(led("web.example.com", web, "http"))
+    address = resolve(guest, "web.example.com")
+    assert address is not None
+    guest.connect(address, 80).close()
+    assert "before it said" in joined.audited(kind="connection")["reason"]
+    assert not joined.audit(kind="connection", verdict="deny")
+
+
+def test_bytes_a_rule_allows_are_counted_over_its_connections(box: tuple[Joined, Guest], gate: Gate) -> None:
     joined, guest = box
     with Origin(lab.echo) as origin:
         joined.set(led("some.example.com", origin, extra="bytes=64KiB"))
@@ -373,6 +398,16 @@ def test_bytes_a_rule_allows_are_counted_over_its_connections(box: tuple[Joined,
         with guest.connect(address, 7_000) as sock:
             assert get(sock, "some.example.com").startswith(b"HTTP/1.1 403")
         assert "used up" in joined.audited(kind="connection", verdict="deny")["reason"]
+        gate.ask("leave", sandbox=joined.id, forget=False)
+        joined.join(
+            led("some.example.com", origin, extra="bytes=64KiB")
+        )  # as after a pause: what is used stays used
+        with guest.connect(address, 7_000) as sock:
+            assert get(sock, "some.example.com").startswith(b"HTTP/1.1 403")
+        joined.set(led("some.example.com", origin, extra="bytes=128KiB"))
+        with guest.connect(address, 7_000) as sock:
+            sock.sendall(b"ping")
+            assert sock.recv(10) == b"ping"
 
 
 def test_a_rate_is_kept(box: tuple[Joined, Guest]) -> None:

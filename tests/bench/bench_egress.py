@@ -3,10 +3,9 @@
 A guest here is a network namespace behind the real rules and planted sockets, joined by a veth pair instead of a tap
 and a machine: so the relay is what is measured, and not an emulated CPU. `splice_ratio`: large bodies through the
 gateway / through a bare asyncio relay of streams that listens on the same kind of socket and asks nobody, by turns in
-one run.
-`splice_rps`: small requests a second over kept connections through the gateway (`rps.bare`: through that relay).
-`mib_per_sandbox`: the gateway's whole memory / 200 sandboxes that each have a name, a request behind them and a kept
-connection.
+one run. `splice_rps`: small requests a second over kept connections through the gateway (`rps.bare`: through that
+relay). `mib_per_sandbox`: the gateway's whole memory / 200 sandboxes that each have a name, a request behind them and
+a kept connection.
 """
 
 from __future__ import annotations

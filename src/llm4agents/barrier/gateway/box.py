@@ -6,6 +6,8 @@ Keeps nothing of a sandbox that has ended: a planted socket left open would keep
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +30,18 @@ from llm4agents.barrier.rules import Protocol
 _ACCEPTS = 32
 _PACKETS = 64
 _PAUSE_S = 0.05
+
+
+def used_file(names_file: Path) -> Path:
+    """Beside the names, and going when they go."""
+    return names_file.with_name(f"{names_file.name}.used")
+
+
+def _read_used(path: Path) -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return {str(rule): used for rule, used in found.items() if isinstance(used, int)}
+    return {}
 
 
 class Host:
@@ -84,6 +98,8 @@ class Box:
         self.backlog = Backlog()
         self.connections = self.refused = self.packets = 0
         self._host = host
+        self._used_file = used_file(names_file)
+        self._used = _read_used(self._used_file)
         self._meters: dict[str, Meter] = {}
         self._loop = asyncio.get_running_loop()
         self.names = names
@@ -115,10 +131,10 @@ class Box:
             except OSError as error:
                 self._refuse(client, None, None, f"where to is not known ({error.strerror})")
                 continue
-            if len(self.flows) >= limits.FLOWS_PER_SANDBOX_MAX:
-                self._refuse(
-                    client, address, port, f"{limits.FLOWS_PER_SANDBOX_MAX} connections are open already"
-                )
+            crowded = self._host.flows * 2 >= self._host.flows_max
+            most = limits.FLOWS_PER_SANDBOX_CROWDED if crowded else limits.FLOWS_PER_SANDBOX_MAX
+            if len(self.flows) >= most:
+                self._refuse(client, address, port, f"{most} connections are open already")
             elif self._host.flows >= self._host.flows_max:
                 self._refuse(client, address, port, "the gateway has no room for another connection")
             else:
@@ -210,7 +226,7 @@ class Box:
             return None
         meter = self._meters.get(verdict.rule)
         if meter is None or (meter.rate, meter.most) != (verdict.rate_bytes_per_s, verdict.bytes_max):
-            used = 0 if meter is None else meter.used
+            used = self._used.get(verdict.rule, 0) if meter is None else meter.used
             meter = self._meters[verdict.rule] = Meter(verdict.rate_bytes_per_s, verdict.bytes_max, used)
         return meter
 
@@ -258,8 +274,19 @@ class Box:
                 cut += 1
         return cut
 
+    def save_used(self) -> None:
+        """What rules with a bound on bytes have let through, for a gateway or a join to come."""
+        used = {rule: meter.used for rule, meter in self._meters.items() if meter.most is not None}
+        if used and {**self._used, **used} != self._used:
+            self._used |= used
+            with contextlib.suppress(OSError):  # (it is written again soon)
+                part = self._used_file.with_name(f".{self._used_file.name}")
+                part.write_text(json.dumps(self._used))
+                part.replace(self._used_file)
+
     def sweep(self, now: float) -> None:
         """End what has been silent for too long."""
+        self.save_used()
         for flow in list(self.flows.values()):
             relay = flow.relay
             if relay is not None and not relay.over:
@@ -294,6 +321,7 @@ class Box:
         for flow in list(self.flows.values()):
             flow.cut("gateway", reason)
         self._close_descriptors()
+        self.save_used()
         self.names.close()
         self.audit.close()
 

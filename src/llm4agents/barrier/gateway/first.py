@@ -27,6 +27,8 @@ class First:
     protocol: Literal["tls", "http", "tcp", "nothing"]
     hello: Hello | None = None
     head: Head | None = None
+    ended: bool = False
+    """The client ended before it said anything."""
     refused: str | None = None
     status: int = 400
 
@@ -44,6 +46,7 @@ async def look(sock: socket.socket, within_s: float) -> First:
     try:
         async with asyncio.timeout(within_s):
             data = await sockets.peek(sock, _BYTES_MAX)
+            found.ended = not data
             looks = 0
             while data:
                 found, needed = _examine(data)

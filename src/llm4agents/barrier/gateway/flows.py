@@ -31,8 +31,8 @@ class Flow:
     """`state`: opening, spliced, handed (to the interceptor), denied, over."""
 
     __slots__ = (
-        "address", "asked", "began", "box", "client", "first", "generation", "id", "protocol", "relay", "state",
-        "target", "task", "unjudged", "verdict",
+        "address", "asked", "began", "box", "client", "first", "generation", "id", "protocol", "relay", "started",
+        "state", "target", "task", "told", "unjudged", "verdict",
     )  # fmt: skip
 
     def __init__(self, box: Box, client: socket.socket, ident: str, address: str, port: int) -> None:
@@ -49,6 +49,9 @@ class Flow:
         self.generation = box.generation
         self.address: str | None = None
         self.unjudged: str | None = None
+        self.started = False
+        self.told = False
+        """Whether the audit has it."""
         self.relay: Relay | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -64,6 +67,7 @@ class Flow:
     # -- opening ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        self.started = True
         try:
             await self._open()
         except OSError:
@@ -74,6 +78,9 @@ class Flow:
         except Exception as error:
             self.box.trouble(error)
             self.end("deny", reason="the gateway failed")
+        finally:
+            if self.state == "over" and self.relay is None:
+                sockets.reset(self.client)  # here and nowhere else: nobody waits for the descriptor any more
 
     async def _open(self) -> None:
         if self.asked.port == 53:
@@ -94,6 +101,9 @@ class Flow:
         if verdict.via != "raw" or len(verdict.protocols) < 3:
             self.first = await first.look(self.client, limits.FIRST_BYTES_S)
             self.protocol = self.first.protocol if self.first.protocol != "nothing" else None
+            if self.first.ended:
+                self.end("allow", reason="it ended before it said anything")
+                return
             verdict = self._judge()  # now that the protocol is known, and by the policy of now
             if not verdict.allowed:
                 await self._deny(verdict.rule, verdict.reason)
@@ -182,12 +192,11 @@ class Flow:
             self.end("allow", reason=reason)
 
     async def _hand_over(self) -> None:
-        self.state = "handed"
         problem = await self.box.hand_over(self)
         if problem is not None:
-            self.state = "opening"
             await self._fail(DialError("intercept", problem), status=503)
             return
+        self.state = "handed"
         self.client.close()  # the interceptor's now
 
     def handed_ended(self, message: dict[str, Any]) -> None:
@@ -233,33 +242,29 @@ class Flow:
 
     def cut(self, rule: str, reason: str) -> None:
         """By a new policy, or because the sandbox ends: at once, with a RST."""
-        if self.state in ("spliced", "opening"):
-            self.end("deny", rule=rule, reason=reason)
-        elif self.state == "denied":
-            self.end(None)
-        elif self.state == "handed":
-            self.end("deny", rule=rule, reason=reason)
+        self.end("deny", rule=rule, reason=reason)
 
     def end(
         self, verdict: str | None, *, rule: str | None = None, reason: str | None = None, **more: Any
     ) -> None:
-        """Close, write it down (if `verdict`), be forgotten. Idempotent."""
+        """Close, write it down (unless that is done, or `verdict` is None), be forgotten. Idempotent."""
         if self.state == "over":
             return
-        handed, self.state = self.state == "handed", "over"
-        if self.relay is not None and not self.relay.over:
+        self.state = "over"
+        if self.relay is not None:
             self.relay.cut(reason or "")
-        if self.relay is None and not handed:
-            sockets.reset(self.client)
+        if not self.started:
+            sockets.reset(self.client)  # (what is cancelled before its first step takes none)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
-        if verdict is not None:
+        if verdict is not None and not self.told:
             self._write(verdict, rule=rule, reason=reason, **more)
         self.box.forget_flow(self)
 
     def _write(
         self, verdict: str, *, rule: str | None = None, reason: str | None = None, **more: Any
     ) -> None:
+        self.told = True
         relay = self.relay
         target = self.target
         record: dict[str, Any] = {

@@ -15,17 +15,18 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from llm4agents import limits
 from llm4agents.barrier import wire
 from llm4agents.barrier.dial import Dialler
 from llm4agents.barrier.gateway.audit import Audit
-from llm4agents.barrier.gateway.box import Box, Host
+from llm4agents.barrier.gateway.box import Box, Host, used_file
 from llm4agents.barrier.gateway.flows import Flow
 from llm4agents.barrier.gateway.interceptor import Interceptor
 from llm4agents.barrier.policy import Policy
 from llm4agents.barrier.worker_side import Op, Refused, say
 from llm4agents.errors import InvalidRequestError
 
-_SWEEP_S = 15.0
+_SWEEP_S = 5.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _INTERCEPTOR_KINDS = {"request", "connection", "gateway"}
 _INTERCEPTOR_KEYS = {
@@ -44,10 +45,11 @@ class Gateway(Host):
         self.dialler = dialler
         self.flows = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.flows_max = max(64, (files - 1_024) // 3)
+        self.flows_max = max(64, min(limits.FLOWS_MAX, (files - 1_024) // 3))
         self._boxes: dict[str, Box] = {}
         self._policies: weakref.WeakValueDictionary[str, Policy] = weakref.WeakValueDictionary()
         self._interceptor = Interceptor(self._said, self._interceptor_lost)
+        self._handed: dict[str, Flow] = {}
         self._flow_prefix, self._flow_count = f"{time.time_ns() // 1_000_000:x}", 0
         self._troubles = 0
         self._sweeper: asyncio.TimerHandle | None = None
@@ -116,7 +118,8 @@ class Gateway(Host):
         if box is not None:
             box.close("the sandbox ended")
         if message.get("forget"):
-            (self._names / ident).unlink(missing_ok=True)
+            for path in (self._names / ident, used_file(self._names / ident)):
+                path.unlink(missing_ok=True)
         return {}
 
     async def interceptor(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -176,7 +179,11 @@ class Gateway(Host):
         return f"{self._flow_prefix}.{self._flow_count:x}"
 
     async def hand_over(self, flow: Flow) -> str | None:
-        return await self._interceptor.hand(flow)
+        self._handed[flow.id] = flow  # before it is told: its end may come at once
+        problem = await self._interceptor.hand(flow)
+        if problem is not None:
+            self._handed.pop(flow.id, None)
+        return problem
 
     def trouble(self, sandbox: str, error: BaseException) -> None:
         self._troubles += 1
@@ -203,18 +210,14 @@ class Gateway(Host):
             if box is not None and record.get("kind") in _INTERCEPTOR_KINDS:
                 box.audit.write({key: value for key, value in record.items() if key in _INTERCEPTOR_KEYS})
         elif message.get("event") == "ended":
-            ident = str(message.get("flow"))
-            for box in self._boxes.values():
-                flow = box.flows.get(ident)
-                if flow is not None:
-                    flow.handed_ended(message)
-                    return
+            flow = self._handed.pop(str(message.get("flow")), None)
+            if flow is not None:
+                flow.handed_ended(message)
 
     def _interceptor_lost(self) -> None:
-        for box in self._boxes.values():
-            for flow in list(box.flows.values()):
-                if flow.state == "handed":
-                    flow.end("allow", reason="the interceptor ended")
+        handed, self._handed = self._handed, {}
+        for flow in handed.values():
+            flow.end("allow", reason="the interceptor ended")
 
     # -- time ---------------------------------------------------------------------------------------------
 

@@ -30,8 +30,12 @@ class Interceptor:
         return self._sock is not None
 
     def use(self, fd: int) -> None:
-        """A new interceptor's end of the line, in place of any before."""
-        self.close()
+        """The interceptor's end of the line, in place of any before: of another one, or of the same, told anew (by a
+        server that came after the one before), which still has what it was given."""
+        if self._sock is not None:
+            self._read(self._sock)  # an end that has not been noticed yet
+        if self._sock is not None:
+            self._drop()
         sock = socket.socket(fileno=fd)
         sock.setblocking(False)
         wire.enlarge(sock)
@@ -82,9 +86,13 @@ class Interceptor:
             self.close()
 
     def close(self) -> None:
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            asyncio.get_running_loop().remove_reader(sock.fileno())
-            asyncio.get_running_loop().remove_writer(sock.fileno())
-            sock.close()
+        if self._sock is not None:
+            self._drop()
             self._on_lost()
+
+    def _drop(self) -> None:
+        sock, self._sock = self._sock, None
+        assert sock is not None
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        asyncio.get_running_loop().remove_writer(sock.fileno())
+        sock.close()

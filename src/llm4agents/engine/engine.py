@@ -210,7 +210,8 @@ class Engine(Acts):
     async def create(self, wish: Wish, progress: Progress = silent) -> SandboxRow:
         """A running sandbox. Builds the template first if it must, which `progress` tells.
 
-        Raises InvalidRequestError, TemplateNotFoundError, CapacityError, HostSetupError, BootError.
+        Raises InvalidRequestError, TemplateNotFoundError, CapacityError, HostSetupError, BootError, and
+        VersionMismatchError when its guest would have to trust this node's CA and does not.
         """
         if self._closing:
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
@@ -221,13 +222,16 @@ class Engine(Acts):
                 hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
             )
         parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
+        shape = (wish.template, wish.vcpus, wish.memory_mib)
         asked = await self.networks.asked(wish.network, progress)
+        if asked.wish.intercepts:
+            variant, _ = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
+            parts.check_ca(variant, self.templates.authority().digest)
         self._settle()
         self.creating += 1
         creator = asyncio.current_task()
         assert creator is not None
         self._creators.add(creator)
-        shape = (wish.template, wish.vcpus, wish.memory_mib)
         pooled = self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         try:

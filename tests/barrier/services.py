@@ -6,6 +6,7 @@ what merely records (`origins`).
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -14,6 +15,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,10 +23,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from llm4agents import config
+from llm4agents.barrier.intercept import environment
 from tests.barrier.lab import Lab, within
+from tests.conftest import _nodes
 
-GIT, GIT_PORT = "git.example.com", 8_443
-AWS, AWS_PORT = "s3.example.com", 8_444
+GIT, GIT_PORT = "git.example.com", 7_443
+AWS, AWS_PORT = "s3.example.com", 7_444
 ADDRESSES = {GIT: "93.184.216.70", AWS: "93.184.216.71"}
 
 
@@ -316,10 +321,19 @@ def verify(
     return ""
 
 
+def prepare(*templates: tuple[str, int]) -> None:
+    """What a server in the lab, which has no package registries, must find in the cache: templates (of so many MiB) and
+    the interceptor's environment."""
+    asyncio.run(environment.ensure(config.settings().cache))
+    for make in _nodes():
+        node = make().start()
+        for template, memory_mib in templates:
+            node.call("DELETE", f"/v1/sandboxes/{node.create(template, memory_mib=memory_mib)}")
+        node.stop()
+
+
 def wheels(cache: Path, *names: str) -> Path:
     """A directory of wheels for the guest, downloaded once by this host's own pip, from wherever it is told to."""
-    import sys
-
     key = hashlib.sha256(" ".join([*names, sys.version]).encode()).hexdigest()[:16]
     found = cache / "build" / f"test-wheels-{key}"
     if not (found / ".whole").exists():

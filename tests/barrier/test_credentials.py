@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.barrier.lab import Lab
-from tests.barrier.services import AWS, AWS_PORT, GIT, GIT_PORT, Services, wheels
+from tests.barrier.services import AWS, AWS_PORT, GIT, GIT_PORT, Services, prepare, wheels
 from tests.barrier.world import Arrival
 from tests.support import Node, eventually
 
@@ -37,14 +37,7 @@ API = "api.example.com"
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    # The lab has no package registries: what its server clones from is made before, in the same cache.
-    from tests.conftest import _nodes
-
-    for make in _nodes():
-        node = make().start()
-        for template, memory_mib in (("base", 256), ("python", 1024)):
-            node.call("DELETE", f"/v1/sandboxes/{node.create(template, memory_mib=memory_mib)}")
-        node.stop()
+    prepare(("base", 256), ("python", 1024))
     with Lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
 

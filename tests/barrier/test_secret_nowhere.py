@@ -18,7 +18,7 @@ import pytest
 from llm4agents.store.opening import backup
 from tests.barrier import needles
 from tests.barrier.lab import Lab
-from tests.barrier.services import AWS, AWS_PORT, GIT, GIT_PORT, Services
+from tests.barrier.services import AWS, AWS_PORT, GIT, GIT_PORT, Services, prepare
 from tests.support import Node, eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -70,12 +70,7 @@ NETWORK = {
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    from tests.conftest import _nodes
-
-    for make in _nodes():  # the lab has no package registries
-        node = make().start()
-        node.call("DELETE", f"/v1/sandboxes/{node.create('base', memory_mib=256)}")
-        node.stop()
+    prepare(("base", 256))
     keys = {AWS_KEYS["access_key_id"]: (AWS_KEYS["secret_access_key"], AWS_KEYS["session_token"])}
     with (
         Lab(tmp_path_factory.mktemp("lab")) as lab,

@@ -10,9 +10,10 @@ import base64
 import datetime
 import hashlib
 import json
+import os
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -268,11 +269,15 @@ def found_in(paths: list[Path], wanted: dict[str, bytes]) -> set[tuple[str, str]
     return {(path.name, form) for path in paths for form in needles.in_file(path, wanted)}
 
 
-def test_its_key_is_in_no_template_bundle_or_log(shared_node: Node, tmp_path: Path) -> None:
-    with Sandbox(template="base", memory_mib=256) as sandbox:
-        sandbox.exec("curl --version").check()
-    bundle = tmp_path / "base.bundle"
-    shared_node.call("POST", "/v1/templates/base/export", json={"file": str(bundle)})
+@pytest.fixture(scope="module")
+def bundle(shared_node: Node, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, exported."""
+    file = tmp_path_factory.mktemp("bundle") / "base.bundle"
+    shared_node.call("POST", "/v1/templates/base/export", json={"file": str(file)})
+    return file
+
+
+def test_its_key_is_in_no_template_bundle_or_log(shared_node: Node, bundle: Path, tmp_path: Path) -> None:
     variants = [
         path
         for path in shared_node.cache.glob("templates/base/keys/*/template.json")
@@ -292,3 +297,35 @@ def test_its_key_is_in_no_template_bundle_or_log(shared_node: Node, tmp_path: Pa
     assert len(found_in(files, line)) >= 2 and found_in([unpacked], line)
     (tmp_path / "planted").write_bytes(b"x" * 5_000 + authority().key_pem())
     assert {form for _, form in found_in([tmp_path / "planted"], sought)} == {"line of PEM"}
+
+
+@pytest.mark.root
+def test_a_template_of_another_node_is_refused_where_tls_is_intercepted_and_only_there(
+    bundle: Path, nodes: Callable[..., Node], tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("links need root here")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    shared = config.settings().cache / "intercept"
+    shared.mkdir(exist_ok=True)
+    (cache / "intercept").symlink_to(shared)  # the interceptor's environment takes a minute to make
+    node = nodes(cache=cache, LLM4AGENTS_CA=str(tmp_path / "ca")).start()
+    node.call("POST", "/v1/templates/import", json={"file": str(bundle)})
+    node.call("PUT", "/v1/secrets/TOKEN", json={"value": "value-of-it"})
+    wish = {"template": "base", "memory_mib": 1024}
+    credential = {"secret": "TOKEN", "host": "api.example.com", "as": "bearer"}
+    spliced = {"rules": ["allow api.example.com"]}
+    read = {"rules": ["allow GET api.example.com"]}
+
+    sandbox = str(node.call("POST", "/v1/sandboxes", json={**wish, "network": spliced})["id"])
+    assert node.exec(sandbox, "true")["exit_code"] == 0
+    before = node.call("GET", f"/v1/sandboxes/{sandbox}/network")["network"]
+    for answer in (
+        node.http.post("/v1/sandboxes", json={**wish, "network": {**spliced, "credentials": [credential]}}),
+        node.http.put(f"/v1/sandboxes/{sandbox}/network", json={"network": read}),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (409, "version_mismatch"), answer.text
+        assert "another CA" in answer.json()["detail"] and "LLM4AGENTS_CA" in answer.json()["hint"]
+    assert node.call("GET", f"/v1/sandboxes/{sandbox}/network")["network"] == before
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")

@@ -294,3 +294,14 @@ def test_the_servers_default_and_floor(nodes: Callable[..., Node], origin: Origi
     broken = nodes(LLM4AGENTS_NETWORK_FLOOR=str(tmp_path / "nowhere")).start()
     refused = broken.http.post("/v1/sandboxes", json={"template": "base", **SMALL, "network": "public"})
     assert refused.status_code == 503 and "NETWORK_FLOOR" in refused.text
+
+
+def test_profile_packages_furnishes_the_guest_with_this_hosts_registries(node: Node) -> None:
+    sandbox = node.create(**SMALL, network="packages")
+    found = node.exec(sandbox, "cat /etc/apt/sources.list; env")["stdout"]
+    assert "deb http" in found
+    said = node.call("GET", f"/v1/sandboxes/{sandbox}/network")
+    assert said["network"]["profile"] == "packages"
+    bare = node.create(**SMALL)
+    variable = next(line for line in found.splitlines() if line.startswith(("PIP_", "GOPROXY", "npm_")))
+    assert variable not in node.exec(bare, "env")["stdout"]

@@ -315,7 +315,21 @@ class Acts(ABC):
             row = self._check(sandbox, "extend")
             live = self._live.get(sandbox)
             row = live.row if live is not None else row
-            return row, await self.node.networks.update(row, asked)
+            try:
+                return row, await self.node.networks.update(row, asked)
+            finally:
+                # Also when a worker is yet to hear of it.
+                if row.network == asked.network and asked.environment:
+                    await self._furnish(row, live, asked)
+
+    async def _furnish(self, row: SandboxRow, live: Live | None, asked: Asked) -> None:
+        env = {**asked.environment, **self.places.env(row.id)}
+        self.places.keep_env(row.id, env)
+        if live is not None:
+            variant, _ = await self.templates.by_key(row.template, row.template_key, loadable=False)
+            live.env = env
+            await live.agent.set_env({**variant.environment, **env})
+            await self.node.networks.furnish(row.id, live.agent, asked)
 
     def set_timeout(
         self,

@@ -234,6 +234,7 @@ class Engine(Acts):
         self._creators.add(creator)
         pooled = self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
+        env = {**asked.environment, **wish.env}
         try:
             if pooled is not None:
                 row = self._row(ident, wish, asked, pooled.variant.key, can.accelerator)
@@ -241,7 +242,7 @@ class Engine(Acts):
                     row,
                     pooled.variant,
                     pooled.woken,
-                    wish.env,
+                    env,
                     age_s=clock.boottime_s() - pooled.born_s,
                     store=self.store,
                     places=self.places,
@@ -258,7 +259,7 @@ class Engine(Acts):
                     live = await creation.create(
                         row,
                         Origin(variant, snapshot),
-                        wish.env,
+                        env,
                         link=await self.networks.link(needed=asked.needs_link),
                         driver=self.driver,
                         store=self.store,
@@ -267,6 +268,8 @@ class Engine(Acts):
                         free_bytes=self._free_bytes,
                     )
             self._enter(live)
+            if asked.files:
+                await self.networks.furnish(ident, live.agent, asked)
             return live.row
         finally:
             if live is None:

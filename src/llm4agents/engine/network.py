@@ -42,6 +42,7 @@ from llm4agents.errors import (
     InvalidRequestError,
     LLM4AgentsError,
 )
+from llm4agents.guest.verbs import Agent
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm import procfs, shim, uids
@@ -140,7 +141,16 @@ class Networks:
         self._secrets.check(name for name in asked.wish.secrets if not _own(name))
         if asked.wish.intercepts:
             await environment.ensure(self._settings.cache, progress)
+            await asyncio.to_thread(self._templates.authority)
         return asked
+
+    async def furnish(self, sandbox: str, agent: Agent, asked: Asked) -> None:
+        """Write the files in which a guest's package tools look for this host's registries."""
+        for path, text in asked.files.items():
+            try:
+                await agent.write(path, text.encode(), user="root")
+            except LLM4AgentsError as error:
+                log.warning("not_furnished", sandbox=sandbox, path=path, error=error.message)
 
     def default(self) -> Network:
         """`LLM4AGENTS_NETWORK`. Raises InvalidRequestError naming it."""

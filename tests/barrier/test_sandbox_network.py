@@ -305,3 +305,33 @@ def test_profile_packages_furnishes_the_guest_with_this_hosts_registries(node: N
     bare = node.create(**SMALL)
     variable = next(line for line in found.splitlines() if line.startswith(("PIP_", "GOPROXY", "npm_")))
     assert variable not in node.exec(bare, "env")["stdout"]
+
+
+def test_what_must_be_looked_into_goes_through_an_interceptor_that_is_replaced_too(
+    node: Node, origin: Origin
+) -> None:
+    looked = {**origin.network, "rules": [f"allow GET 127.0.0.1:{origin.port}/ok*"]}
+    plain = node.create(**SMALL, network=origin.network)
+    assert reaches(node, plain) and "intercept" not in node.workers(), "only when it is needed"
+    sandbox = node.create(**SMALL, network=looked)
+
+    def obeyed() -> None:
+        assert "origin says hello" in curl(node, sandbox, "http://app.example/ok/1")["body"]
+        assert curl(node, sandbox, "http://app.example/secret")["status"] == "403"
+        assert curl(node, sandbox, "http://app.example/ok", "-X", "POST", "-d", "x")["status"] == "403"
+
+    obeyed()
+    first = node.workers()["intercept"]
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: node.workers().get("intercept") not in (None, first), 60)
+    eventually(lambda: "origin says hello" in curl(node, sandbox, "http://app.example/ok/1")["body"], 60)
+    obeyed()
+    os.kill(gateway(node), signal.SIGKILL)
+    eventually(lambda: "origin says hello" in curl(node, sandbox, "http://app.example/ok/1")["body"], 60)
+    obeyed()
+    assert put(node, plain, looked)["network"]["rules"] == looked["rules"]
+    assert curl(node, plain, "http://app.example/secret")["status"] == "403"
+    node.kill9()
+    node.start()
+    assert put(node, sandbox, "none")["network"] == NONE
+    assert not reaches(node, sandbox)

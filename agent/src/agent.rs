@@ -368,7 +368,7 @@ impl Agent {
         let mut ack = Writer::map(if speaks { 5 } else { 2 });
         if speaks {
             let machine: &[&str] = if self.machine.is_some() {
-                &["freeze", "fsfreeze", "post_restore", "set_time", "poweroff", "cgroup", "network"]
+                &["freeze", "fsfreeze", "post_restore", "set_time", "poweroff", "cgroup", "network", "protect"]
             } else {
                 &[]
             };

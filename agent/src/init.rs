@@ -157,7 +157,7 @@ fn load_modules() -> Step<()> {
 }
 
 /// A socket that wakes when the kernel announces a device.
-fn uevents() -> Option<OwnedFd> {
+pub fn uevents() -> Option<OwnedFd> {
     // SAFETY: an address made here, of the size that is said; the descriptor is ours.
     unsafe {
         let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
@@ -172,7 +172,7 @@ fn uevents() -> Option<OwnedFd> {
 }
 
 /// What `find` finds, now or after some announced device; None when DEVICE_WAIT has passed.
-fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) -> Option<T> {
+pub fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) -> Option<T> {
     let socket = events.as_ref()?;
     let deadline = Instant::now() + DEVICE_WAIT;
     let mut buffer = [0; 8192];

@@ -220,6 +220,7 @@ PROTECT_PATHS_MAX: Final = 64
 """Of one sandbox's `protect=`."""
 PROTECT_BYTES_MAX: Final = 1 << 30
 """Of what lies at those paths, together."""
+PROTECT_ENTRIES_MAX: Final = 100_000
 SECRETS_MAX: Final = 1_000
 
 # Intercept

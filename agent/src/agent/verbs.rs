@@ -7,6 +7,7 @@ use crate::failure::{at, Failure, Outcome};
 use crate::files::Credentials;
 use crate::frame;
 use crate::msgpack::{Value, Writer};
+use crate::protect::Protect;
 use crate::restore;
 use crate::stream::Kind;
 use crate::sys::{self, EDGE, IN, OUT, RDHUP};
@@ -93,7 +94,11 @@ impl Agent {
         let machine =
             self.machine.as_mut().ok_or_else(|| Failure::invalid("this agent serves a process, not a machine"))?;
         let restore = restore::Request::parse(request)?;
+        let protect = Protect::parse(request.get("protect"))?;
         restore.apply(&machine.random, &mut machine.names)?;
+        if let Some(protect) = protect {
+            protect.apply()?;
+        }
         machine.boot_id = restore.boot_id.to_owned();
         exec::forget(std::mem::replace(&mut self.environment, environment));
         self.wipe = true;

@@ -85,6 +85,9 @@ class Create(WithEnv):
     auto_resume: bool = True
     keep_s: KeepSeconds = limits.KEEP_S
     network: NetworkValue | None = None
+    protect: Annotated[list[Path], Field(max_length=4 * limits.PROTECT_PATHS_MAX)] = Field(
+        default_factory=list
+    )
 
     @field_validator("metadata")
     @classmethod
@@ -324,4 +327,5 @@ def sandbox(row: Any) -> dict[str, Any]:
         "pause": row.pause,
         "parent": row.parent,
         "network": row.network or network.NONE,
+        "protect": row.protect or [],
     }

@@ -27,6 +27,12 @@ Rewrite = Annotated[
     typer.Option("--rewrite", metavar="'NAME -> TARGET'", help="Lead a name elsewhere. Repeatable."),
 ]
 User = Annotated[str | None, typer.Option("--user", "-u", help="As whom in the guest (default: user).")]
+Protect = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--protect", metavar="PATH", help="Of the template, read-only but for the guest's root; repeatable."
+    ),
+]
 AllowProtected = Annotated[
     bool,
     typer.Option(

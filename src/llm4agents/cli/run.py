@@ -66,6 +66,7 @@ def run(
     net: options.Net = None,
     credential: options.Credential = None,
     rewrite: options.Rewrite = None,
+    protect: options.Protect = None,
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
@@ -108,6 +109,7 @@ def run(
             memory_mib=memory_mib,
             vcpus=vcpus,
             network=options.network(net, credential, rewrite),
+            protect=protect or (),
             require_kvm=require_kvm,
             on_progress=progress,
         )

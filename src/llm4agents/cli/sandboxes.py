@@ -39,6 +39,7 @@ def create(
     net: options.Net = None,
     credential: options.Credential = None,
     rewrite: options.Rewrite = None,
+    protect: options.Protect = None,
     require_kvm: options.RequireKvm = False,
     json: options.Json = False,
 ) -> None:
@@ -63,6 +64,7 @@ def create(
             on_timeout=on_timeout,  # type: ignore[arg-type]  # the server says what there is
             keep=keep,
             network=options.network(net, credential, rewrite),
+            protect=protect or (),
             require_kvm=require_kvm,
             on_progress=progress,
         )

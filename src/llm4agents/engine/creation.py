@@ -21,6 +21,7 @@ from llm4agents.engine import bounds, clock, contact, contexts, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
+from llm4agents.engine.protecting import Protection
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.verbs import Agent
 from llm4agents.images import disk
@@ -91,13 +92,15 @@ async def wake(
     link: Link | None = None,
     while_starting: Callable[[], None] = lambda: None,
     while_waking: Callable[[Machine], None] = lambda _: None,
+    protect: Mapping[str, object] | None = None,
     before_running: Callable[[Machine], Awaitable[None]] | None = None,
 ) -> Woken:
     """Clone `origin` into `places.run(ident)` (made already), let it run, and make it a machine of its own.
 
     `while_starting` is called while the VMM starts, `while_waking` while the guest wakes up: room for a store's
-    writes; `before_running` is waited for when it is loaded and stands still. Nothing runs any more when this
-    raises (BootError when the guest does not answer in time). `link` is used up, whatever happens.
+    writes; `protect` is mounted before a process runs; `before_running` is waited for when it is loaded and stands
+    still. Nothing runs any more when this raises (BootError when the guest does not answer in time). `link` is used
+    up, whatever happens.
     """
     machine: Machine | None = None
     deadline = clock.wall_s() + CREATE_GRACE_S
@@ -124,7 +127,7 @@ async def wake(
             finally:
                 agent = await greeting
             environment = {**origin.variant.environment, **env}
-            boot_id = await identify(agent, ident, environment, linked=link is not None)
+            boot_id = await identify(agent, ident, environment, linked=link is not None, protect=protect)
         return Woken(machine, agent, boot_id, linked=link is not None)
     except BaseException as error:
         if machine is not None:
@@ -141,10 +144,18 @@ async def wake(
             link.close()
 
 
-async def identify(agent: Agent, ident: str, env: Mapping[str, str], *, linked: bool) -> str:
+async def identify(
+    agent: Agent,
+    ident: str,
+    env: Mapping[str, str],
+    *,
+    linked: bool,
+    protect: Mapping[str, object] | None = None,
+) -> str:
     """Make the machine another than its twins: entropy, clock, names; its processes run on. The new boot id.
 
-    Its network is up before they do, or (not `linked`) down: what is dialled then fails at once.
+    Its network is up before they do, or (not `linked`) down: what is dialled then fails at once. What is to `protect`
+    is covered before they do, too.
     """
     boot_id = secrets.token_hex(16)
     await agent.post_restore(
@@ -155,6 +166,7 @@ async def identify(agent: Agent, ident: str, env: Mapping[str, str], *, linked: 
         boot_id=boot_id,
         env=env,
         network=linked,
+        protect=protect,
     )
     return boot_id
 
@@ -170,6 +182,7 @@ async def create(
     places: Places,
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
+    protection: Protection | None = None,
 ) -> Live:
     """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
     is left but a row in state `failed`. `link` is used up, whatever happens."""
@@ -185,6 +198,8 @@ async def create(
 
     try:
         disks = prepare(row.id, origin.variant, places, places.chain(row)[1])
+        if protection is not None:
+            disks = (*disks, protection.disk(places.disk(row.id).parent))
         places.keep_env(row.id, env)
         woken = await wake(
             row.id,
@@ -196,6 +211,8 @@ async def create(
             link=link,
             while_starting=while_starting,
             while_waking=lambda machine: store.change(row, record=machine.record.to_json()),
+            # What a photograph is of has it mounted.
+            protect=protection.request() if protection is not None and origin.diff is None else None,
         )
     except BaseException as error:
         if link is not None:

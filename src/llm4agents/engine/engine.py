@@ -34,6 +34,7 @@ from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.network import Asked, Networks
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.pool import Pool
+from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.usage import Meter
@@ -80,6 +81,8 @@ class Wish:
     keep_s: float = limits.KEEP_S
     network: Any = None
     """As in docs/howto/network.md; None: the server's default."""
+    protect: tuple[str, ...] = ()
+    """Paths of the template to have read-only, as `protecting.wanted` gives them."""
 
 
 class Engine(Acts):
@@ -99,6 +102,7 @@ class Engine(Acts):
         self.templates = Templates(settings, self.driver, self.admission)
         self.places = Places(settings.state, settings.run_dir)
         self.secrets = Secrets(store, Vault(settings.state, settings.vault_key))
+        self.protecting = Protecting(self.templates.cache, self.driver, self.admission, self.places.machines)
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
@@ -117,6 +121,7 @@ class Engine(Acts):
             store,
             self.places,
             self.templates,
+            self.protecting,
             self._on_deadline,
             self._free_bytes,
             self._unwritten.append,
@@ -232,7 +237,8 @@ class Engine(Acts):
         creator = asyncio.current_task()
         assert creator is not None
         self._creators.add(creator)
-        pooled = self.pool.take(shape, linked=asked.needs_link)
+        # A machine of the pool runs already: its processes have seen the paths that would be covered.
+        pooled = None if wish.protect else self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         env = {**asked.environment, **wish.env}
         try:
@@ -255,6 +261,7 @@ class Engine(Acts):
                     *shape, progress
                 )
                 row = self._row(ident, wish, asked, variant.key, can.accelerator)
+                protection = await self.protecting.of(row, variant, snapshot)
                 async with self.admission.turn():
                     live = await creation.create(
                         row,
@@ -266,6 +273,7 @@ class Engine(Acts):
                         places=self.places,
                         on_deadline=self._on_deadline,
                         free_bytes=self._free_bytes,
+                        protection=protection,
                     )
             self._enter(live)
             if asked.files:
@@ -300,6 +308,7 @@ class Engine(Acts):
             auto_resume=wish.auto_resume,
             keep_s=wish.keep_s,
             network=asked.network,
+            protect=list(wish.protect) or None,
         )
 
     def get(self, sandbox: str) -> SandboxRow:
@@ -504,6 +513,7 @@ class Engine(Acts):
             for name in sorted({variant.name for variant in self.templates.list()} - used):
                 await self.templates.remove(name)
                 removed.append(f"template {name}")
+        removed += self.protecting.prune(self.store.alive(), everything=everything)
         pruned = await self.templates.cache.prune()
         forgotten = self.store.forget_ended(clock.wall_s() - (0 if everything else FORGET_S))
         if forgotten:

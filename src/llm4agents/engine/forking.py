@@ -25,7 +25,7 @@ from llm4agents.engine.live import Live
 from llm4agents.engine.node import TOP, Chain, Node, chain_of, new_layer, new_top
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still
-from llm4agents.errors import CapacityError, LLM4AgentsError
+from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError
 from llm4agents.images import disk, layers
 from llm4agents.store import SandboxRow
 from llm4agents.vmm.base import Snapshot
@@ -150,6 +150,7 @@ async def _fork_one(
     metadata: Mapping[str, str],
 ) -> Live:
     began = clock.stamp()
+    protection = await node.protecting.of(parent, taken.variant, taken.base)
     row = replace(
         parent,
         id=ident,
@@ -179,6 +180,7 @@ async def _fork_one(
         places=node.places,
         on_deadline=node.on_deadline,
         free_bytes=node.free_bytes,
+        protection=protection,
     )
 
 
@@ -198,8 +200,15 @@ async def snapshot(
 ) -> Variant:
     """Make the template `name` of a sandbox as it is now: memory, processes and disk, without its environment.
 
-    It lies on nothing: the template it came from may go. Raises ConflictError when `name` is a built-in's or taken.
+    It lies on nothing: the template it came from may go. Raises ConflictError when `name` is a built-in's or taken, or
+    the sandbox has protected paths.
     """
+    if row.protect:
+        # Its frozen memory would have their disk mounted, which the template's clones do not have.
+        raise ConflictError(
+            f"{row.id} has protected paths: no template can be made of it",
+            hint="make the template from a sandbox without protect=, and protect the paths of its sandboxes",
+        )
     node.templates.check_free(name)
     cache = node.templates.cache
     async with _without_env(node, row, live), photograph(node, row, live) as taken:

@@ -17,6 +17,7 @@ from llm4agents.vmm.base import Driver
 
 if TYPE_CHECKING:
     from llm4agents.engine.network import Networks
+    from llm4agents.engine.protecting import Protecting
     from llm4agents.engine.templates import Templates
 
 TOP = "upper.qcow2"
@@ -126,6 +127,7 @@ class Node:
     store: Store
     places: Places
     templates: Templates
+    protecting: Protecting
     on_deadline: Callable[[Live, str], None]
     free_bytes: Callable[[], int]
     later: Callable[[Callable[[], None]], None]

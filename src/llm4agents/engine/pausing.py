@@ -245,10 +245,12 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
         places.remove_run(row.id)
         places.run(row.id).mkdir(mode=0o700)
         top, under = places.chain(row)
+        protection = await node.protecting.of(row, variant, base)
+        more = () if protection is None else (protection.disk(top.parent),)
         woken = await creation.wake(
             row.id,
             Origin(variant, base, frozen),
-            variant.disks(top, under),
+            (*variant.disks(top, under), *more),
             env,
             driver=node.driver,
             places=places,
@@ -305,13 +307,15 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         places.remove_run(row.id)
         places.run(row.id).mkdir(mode=0o700)
         top, under = places.chain(row)
+        protection = await node.protecting.of(row, variant, base)
+        more = () if protection is None else (protection.disk(top.parent),)
         spec = MachineSpec(
             vcpus=row.vcpus,
             memory_mib=row.memory_mib,
             kernel=boot_parts.kernel,
             initrd=boot_parts.initrd,
             kernel_release=boot_parts.kernel_release,
-            disks=variant.disks(top, under),
+            disks=(*variant.disks(top, under), *more),
             kernel_args=base.spec.kernel_args,
         )
         link = await node.networks.link_of(row)
@@ -323,7 +327,8 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         node.store.change(row, record=machine.record.to_json())
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
         # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
-        boot_id = await creation.identify(agent, row.id, {}, linked=link is not None)
+        protect = None if protection is None else protection.request()
+        boot_id = await creation.identify(agent, row.id, {}, linked=link is not None, protect=protect)
         await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
         await agent.set_env({**variant.environment, **env})
         await bounds.in_guest(agent, bounds.Bounds.of(row.limits))

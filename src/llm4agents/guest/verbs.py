@@ -392,11 +392,14 @@ class Agent(ManagedVerbs):
         env: Mapping[str, str] | None = None,
         network: bool | None = None,
         thaw: bool = True,
+        protect: Mapping[str, object] | None = None,
         timeout: float = VERB_TIMEOUT_S,
     ) -> None:
         """Make a clone a machine of its own; the first call after every resume. 64 bytes of `entropy`.
 
         `network`: whether its NIC is to be up, None to leave it; an older agent has no NIC and ignores it.
+        `protect` (docs/design/protocol.md): paths to cover before anything runs; VersionMismatchError when the agent is
+        too old for it.
         """
         if len(entropy) != 64:
             raise InvalidRequestError("post_restore takes 64 bytes of entropy")
@@ -409,6 +412,9 @@ class Agent(ManagedVerbs):
             "thaw": thaw,
             **({} if network is None else {"network": network}),
         }
+        if protect is not None:
+            self.session.need("protect", "protecting paths")
+            arguments["protect"] = dict(protect)
         await self._call("post_restore", arguments, timeout=timeout)
 
     async def set_time(self, unix_ns: int, *, timeout: float = VERB_TIMEOUT_S) -> None:

@@ -119,6 +119,7 @@ def create_body(
     on_timeout: str | None = None,
     auto_resume: bool | None = None,
     keep: float | None = None,
+    protect: Sequence[str] = (),
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
     if not isinstance(template, str) or not template:
@@ -130,6 +131,8 @@ def create_body(
             raise InvalidRequestError(
                 f"{name}={value!r}: a sandbox must end some time", hint="give seconds > 0"
             )
+    if isinstance(protect, str | bytes) or not all(isinstance(path, str) and path for path in protect):
+        raise InvalidRequestError(f"protect={protect!r} is no list of paths", hint='for example ["tests"]')
     body = {
         "template": template,
         "timeout_s": timeout,
@@ -146,6 +149,7 @@ def create_body(
         "auto_resume": auto_resume,
         "keep_s": keep,
         "network": None if network is None else network_of(network),
+        "protect": list(protect) or None,
     }
     return without_none(body)
 

@@ -340,6 +340,8 @@ class SandboxInfo:
     parent: str | None = None
     network: dict[str, Any] | None = None
     """What was asked for: `profile`, `rules`, `rewrite`, `credentials` (names of secrets, no values)."""
+    protect: list[str] = field(default_factory=list)
+    """Paths that only the guest's root could change."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
-from llm4agents.engine import lifecycle
+from llm4agents.engine import lifecycle, protecting
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
@@ -39,6 +39,7 @@ async def create(body: models.Create, request: Request) -> Response:
         auto_resume=body.auto_resume,
         keep_s=body.keep_s,
         network=body.network,
+        protect=protecting.wanted(context.guest_path(path) for path in body.protect),
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):

@@ -73,6 +73,7 @@ class Sandbox:
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
+        protect: Sequence[str] = (),
         require_kvm: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -82,9 +83,10 @@ class Sandbox:
         instead of ending it; the next call resumes it (`auto_resume`), and it is kept for `keep` seconds.
         `disk_mib` bounds what of the disk can be in use, `pids` the processes and threads, `output_rate` the bytes
         a second that are read of each command's output. `network` is what it may reach: a profile ("none", "packages",
-        "public"), a list of rules (["allow api.github.com"]) or an object (docs/howto/network.md). On a node that is
-        full the create waits for room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software
-        emulation (HostSetupError).
+        "public"), a list of rules (["allow api.github.com"]) or an object (docs/howto/network.md). `protect` are paths
+        of the template (files or directories; relative ones are taken from /home/user) that nobody but the guest's root
+        can change: PathNotFoundError when the template has no such path. On a node that is full the create waits for
+        room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
         Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
         nothing is left running by any of them.
         """
@@ -107,6 +109,7 @@ class Sandbox:
             on_timeout=on_timeout,
             auto_resume=auto_resume,
             keep=keep,
+            protect=protect,
         )
         self._transport: Transport = transport()
         begin(self._open)
@@ -130,6 +133,7 @@ class Sandbox:
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
+        protect: Sequence[str] = (),
         require_kvm: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Sandbox:
@@ -150,6 +154,7 @@ class Sandbox:
             on_timeout=on_timeout,
             auto_resume=auto_resume,
             keep=keep,
+            protect=protect,
             require_kvm=require_kvm,
             on_progress=on_progress,
         )

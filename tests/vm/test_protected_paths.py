@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 
-from llm4agents import ProtectedPathError, Sandbox
+from llm4agents import (
+    ConflictError,
+    GuestError,
+    InvalidRequestError,
+    PathNotFoundError,
+    ProtectedPathError,
+    Sandbox,
+)
 from tests.support import Node, sdk_of
 
 pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
@@ -132,3 +140,179 @@ def test_what_the_operator_protects_leaves_no_sandbox(nodes: Callable[..., Node]
             assert "deploy.key" not in archive.getnames() and "src/a" in archive.getnames()
         logged = (node.state / "logs" / f"{box.id}.jsonl").read_text()
         assert "protected_path_refused" in logged and "protected_paths_left_out" in logged
+
+
+# -- inside -------------------------------------------------------------------------------------------------
+
+MAKE = """
+mkdir -p project/tests/unit other && echo 'assert True' >project/tests/unit/test_a.py && echo keep >project/data
+ln -s unit/test_a.py project/tests/link && echo single >notes && chmod 755 project/tests/unit/test_a.py
+ln -s project/tests shortcut
+echo 'exit(syscall(165, $ARGV[0], $ARGV[1], "", $ARGV[2] + 0, 0) == 0 ? 0 : 1)' >mount
+echo 'exit(syscall(166, $ARGV[1], $ARGV[0] + 0) == 0 ? 0 : 1)' >umount
+"""
+ATTACKS = [
+    "echo x >project/tests/unit/test_a.py",
+    "echo x >project/tests/new",
+    "rm -rf project/tests/unit",
+    "rm -rf project/tests",
+    "mv project/tests elsewhere",
+    "mv project elsewhere && mkdir -p project/tests",
+    "cd project && mv tests ../t2",
+    "chmod 777 project/tests",
+    "chmod 600 project/tests/unit/test_a.py",
+    "ln -f project/data project/tests/unit/test_a.py",
+    "mv project/data project/tests/unit/test_a.py",
+    "touch -d 2001-01-01 project/tests/unit/test_a.py",
+    "truncate -s 0 project/tests/unit/test_a.py",
+    "echo x >notes",
+    "rm -f notes",
+    "mv notes n2",
+    "mv project/data notes",
+    "perl ~/umount 0 ~/project/tests",
+    "perl ~/mount ~/other ~/project/tests 4096",
+    # As root of a namespace of its own, which an ordinary user can be.
+    "unshare -rm perl ~/umount 0 ~/project/tests",
+    "unshare -rm sh -c 'perl ~/umount 2 ~/project/tests; rm -rf ~/project/tests'",
+    "unshare -rm sh -c 'perl ~/umount 2 ~/project; rm -rf ~/project/tests; mv ~/project ~/elsewhere'",
+    "unshare -rm sh -c 'perl ~/mount ~ /mnt 4096; rm -rf /mnt/project/tests'",
+    "unshare -rm sh -c 'perl ~/mount ~ /mnt 20480; perl ~/umount 2 /mnt/project/tests; rm -rf /mnt/project/tests'",
+    "unshare -rm perl ~/mount none ~/project/tests 4128; echo x >project/tests/new",
+    "unshare -rm sh -c 'perl ~/mount ~/other ~/project 4096; mv ~/project ~/elsewhere'",
+]
+
+
+WITH_TOOLS = next(at for at, attack in enumerate(ATTACKS) if "perl" in attack)
+
+
+def state(box: Sandbox) -> str:
+    looks = "find project/tests notes -printf '%p %y %m %u %TY %l\\n' | sort && cat project/tests/link notes"
+    done = box.exec(f"cd /home/user && {looks}")
+    return f"{done.exit_code}\n{done.stdout}"
+
+
+@pytest.fixture(scope="module")
+def made(sdk: Node) -> Iterator[str]:
+    """A template with something to protect."""
+    name = f"protect-{os.getpid()}"
+    with Sandbox("base", memory_mib=256) as box:
+        assert box.exec(MAKE).exit_code == 0
+        box.snapshot(name)
+    yield name
+    assert sdk.http.delete(f"/v1/templates/{name}").status_code == 200
+
+
+WANTED = ("project/tests", "notes")
+
+
+def test_ordinary_code_cannot_change_what_is_protected(made: str) -> None:
+    with Sandbox(made, memory_mib=256) as free:
+        before = state(free)
+        assert (
+            before.startswith("0\n")
+            and free.exec("mkdir /tmp/k && cp -a project notes /tmp/k").exit_code == 0
+        )
+        for attack in ATTACKS[:WITH_TOOLS]:
+            free.exec(attack)
+            assert state(free) != before, attack
+            assert free.exec("rm -rf project notes elsewhere t2 n2; cp -a /tmp/k/. .").exit_code == 0
+            assert state(free) == before
+    with Sandbox(made, memory_mib=256, protect=WANTED) as box:
+        assert box.info().protect == ["/home/user/notes", "/home/user/project/tests"]
+        assert state(box) == before
+        for attack in ATTACKS:
+            box.exec(attack)
+            assert state(box) == before, attack
+        with pytest.raises(GuestError):
+            box.files.write("project/tests/unit/test_a.py", "x")
+        with pytest.raises(GuestError):
+            box.files.write("notes", "x", user="root")
+        # What lies beside it is as free as ever.
+        free = "cd project && echo more >>data && mkdir new && mv data new/ && cat new/data && rm -r new"
+        done = box.exec(f"{free} && echo 1 >../x")
+        assert (done.exit_code, done.stdout) == (0, "keep\nmore\n"), done.stderr
+        # Root may: it is its kernel. The image on the host stays what it was.
+        root = box.exec(
+            "blockdev --setrw /dev/vdc && dd if=/dev/zero of=/dev/vdc bs=4096 count=8 conv=fsync"
+            " && perl umount 0 /home/user/notes && echo mine >notes",
+            cwd="/home/user",
+            user="root",
+        )
+        assert root.exit_code == 0, root.stderr
+        assert box.files.read("notes") == "mine\n"
+    with Sandbox(made, memory_mib=256, protect=WANTED) as again:
+        assert state(again) == before
+
+
+def test_it_survives_pause_resume_cold_resume_and_fork(made: str) -> None:
+    with Sandbox(made, memory_mib=256, protect=WANTED) as box:
+        before = state(box)
+
+        def holds(of: Sandbox) -> None:
+            for attack in ATTACKS[:8]:
+                of.exec(attack)
+            assert state(of) == before
+
+        box.pause()
+        box.resume()
+        holds(box)
+        (child,) = box.fork(1)
+        with child:
+            holds(child)
+            assert child.info().protect == box.info().protect
+            child.pause()
+            child.resume(cold=True)
+            holds(child)
+        holds(box)
+        with pytest.raises(ConflictError, match="protected paths"):
+            box.snapshot("never")
+
+
+def test_over_a_server_that_dies(nodes: Callable[..., Node], made: str) -> None:
+    node = nodes().start()
+    id = node.create(made, memory_mib=256, protect=["project/tests"])
+    node.kill9()
+    node.start()
+    with sdk_of(node):
+        box = Sandbox.connect(id)
+        assert box.exec("echo x >project/tests/unit/test_a.py").exit_code != 0
+        box.kill()
+
+
+def test_what_cannot_be_protected_is_said(sdk: Node, made: str, tmp_path: Path) -> None:
+    for paths, error, words in (
+        (["no/such"], PathNotFoundError, "has no /home/user/no"),
+        (["shortcut"], InvalidRequestError, "project/tests"),
+        (["notes/x"], InvalidRequestError, "neither"),
+        (["/proc/sys"], InvalidRequestError, "not possible"),
+        (["/"], InvalidRequestError, "not possible"),
+        (["../x"], InvalidRequestError, "absolute"),
+        ("tests", InvalidRequestError, "no list"),
+    ):
+        with pytest.raises(error, match=words):
+            Sandbox(made, memory_mib=256, protect=paths)  # type: ignore[arg-type]
+    assert sdk.call("GET", "/v1/sandboxes?state=running")["data"] == []
+    done = cli(
+        sdk,
+        "run",
+        "-t",
+        made,
+        "--memory-mib",
+        "256",
+        "--protect",
+        "notes",
+        "-l",
+        "bash",
+        "-c",
+        "echo x >notes; cat notes",
+        cwd=tmp_path,
+    )
+    assert done.stdout == "single\n", done.stderr
+
+
+def test_the_hosts_file_of_a_template(sdk: Node) -> None:
+    with Sandbox("base", memory_mib=256, protect=["/etc/hosts", "/usr/bin/env"]) as box:
+        assert box.info().protect == ["/etc/hosts", "/usr/bin/env"]
+        assert box.exec("echo 1.2.3.4 x >>/etc/hosts", user="root").exit_code != 0
+        assert "localhost" in box.files.read("/etc/hosts")
+        assert box.exec("env true").exit_code == 0

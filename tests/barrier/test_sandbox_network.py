@@ -6,6 +6,8 @@ import http.server
 import os
 import signal
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import Node, eventually
+from llm4agents import InvalidRequestError, Sandbox
+from tests.support import Node, eventually, sdk_of
 
 pytestmark = pytest.mark.vm
 
@@ -335,3 +338,34 @@ def test_what_must_be_looked_into_goes_through_an_interceptor_that_is_replaced_t
     node.start()
     assert put(node, sandbox, "none")["network"] == NONE
     assert not reaches(node, sandbox)
+
+
+def test_sdk_and_command_line_say_the_same(node: Node, origin: Origin) -> None:
+    def l4a(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "llm4agents", *words]
+        return subprocess.run(command, env=node.env, capture_output=True, text=True, timeout=120)
+
+    rule, rewrite = origin.network["rules"][0], origin.network["rewrite"][0]
+    with sdk_of(node), Sandbox("base", memory_mib=256, network=origin.network) as sandbox:
+        assert sandbox.info().network == {**NONE, "rules": [rule], "rewrite": [rewrite]}
+        assert "origin says" in sandbox.exec("curl -sS http://app.example/").check().stdout
+        assert sandbox.network.why("http://app.example/")["allowed"]
+        info = sandbox.update_network("none")
+        assert (info.network, info.link, info.problem) == (NONE, True, None)
+        assert sandbox.network.get().network == NONE
+        with pytest.raises(InvalidRequestError, match="rule 1"):
+            sandbox.update_network(["allow"])
+
+        denied = l4a("net", "why", sandbox.id, "http://app.example/")
+        assert denied.returncode == 1 and "denied by default" in denied.stdout, denied
+        done = l4a("net", "set", sandbox.id, rule, "--rewrite", rewrite)
+        assert done.returncode == 0 and rule in done.stdout, done
+        allowed = l4a("net", "why", sandbox.id, "http://app.example/")
+        assert allowed.returncode == 0 and f"allowed by {rule}" in allowed.stdout, allowed
+        assert "profile none" in l4a("net", "show", sandbox.id).stdout
+        wrong = l4a("create", "--template", "base", "--net", "none", "--net", "public")
+        assert wrong.returncode == 2 and "only one profile" in wrong.stderr
+        made = l4a(
+            *("create", "-t", "base", "--memory-mib", "256"), "--net", rule, "--rewrite", rewrite, "--json"
+        )
+        assert made.returncode == 0 and rule in made.stdout, made

@@ -131,6 +131,9 @@ class Barrier:
     def start(self) -> None:
         """Find out whether links can be made, and take over the workers that live. Waits for nothing."""
         if self._settings.barrier == "off":
+            # A gateway from before would go on letting out what its sandboxes were allowed then.
+            if workers.running(self._settings.run_dir):
+                self._spawn(self._end_workers())
             return
         self._look()
         if "gateway" in workers.running(self._settings.run_dir).values():
@@ -144,9 +147,12 @@ class Barrier:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._settings.barrier == "off":
-            return
         await self._links.close()
+        if self._settings.barrier == "off" and not workers.running(self._settings.run_dir):
+            return
+        await self._end_workers(keep=keep)
+
+    async def _end_workers(self, *, keep: bool = False) -> None:
         intercept = self._intercept or self._worker(Spec("intercept", INTERCEPT))
         await asyncio.gather(
             self._link.close(keep=False), self._gateway.close(keep=keep), intercept.close(keep=keep)

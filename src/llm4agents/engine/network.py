@@ -223,7 +223,7 @@ class Networks:
 
     def entered(self, row: SandboxRow) -> None:
         """It runs from now on: it joins, in the background."""
-        if self.linked(row.id):
+        if self.linked(row.id) and self._settings.barrier != "off":
             self._spawn(self._join(row))
 
     def left(self, sandbox: str, *, forget: bool) -> None:
@@ -263,7 +263,7 @@ class Networks:
                 hint="pause and resume it: then it has one, and the network can be set",
             )
         self._store.change(row, network=asked.network)
-        if not (running and linked):
+        if not (running and linked) or self._settings.barrier == "off":
             return 0
         if not self.barrier.has(row.id):
             await self.barrier.join(row.id, asked.wish)

@@ -211,7 +211,7 @@ async def route(call: Call) -> None:
 async def create(call: Call) -> None:
     body = await call.json()
     known = {"template", "timeout_s", "life_s", "env", "memory_mib", "vcpus", "metadata"}
-    unknown = body.keys() - known - {"on_timeout", "auto_resume", "keep_s"}
+    unknown = body.keys() - known - {"on_timeout", "auto_resume", "keep_s", "network"}
     if unknown:
         raise errors.InvalidRequestError(f"unknown fields {sorted(unknown)}")
     if body["template"] not in ("python", "base"):

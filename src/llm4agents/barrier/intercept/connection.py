@@ -259,6 +259,8 @@ class Connection(ConnectionHandler):
 
     def failed(self, message: str) -> tuple[int, str]:
         exchange = self.exchange
+        if exchange is not None and exchange.switched:
+            return 0, ""
         error = self._dial_error
         if error is not None:
             status = {"denied": 403, "timeout": 504}.get(error.kind, 502)
@@ -515,7 +517,9 @@ class Connection(ConnectionHandler):
                 response.data.content = content
                 self._abandon(flow.server_conn)
             return
-        if response.status_code != 101:
+        if response.status_code == 101:
+            exchange.switched = True
+        else:
             exchange.done(response.status_code)
 
     def _websocket_message(self, flow: http.HTTPFlow) -> None:

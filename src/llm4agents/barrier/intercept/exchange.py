@@ -55,7 +55,7 @@ class Exchange:
         self.verdict: Verdict | None = None
         self.names: list[str] = []
         self.waits = False
-        self.over = False
+        self.over = self.switched = False
         self.ours: Any = None
         """The answer of ours that takes the place of the origin's."""
         self.websocket = heads.is_websocket(head)
@@ -210,10 +210,10 @@ class Exchange:
             return found, None
         if not patterns or self.method == "HEAD" or status in (204, 304):
             return found, None
-        codings = _values(found, b"content-encoding")
-        if _values(found, b"transfer-encoding") - {b"chunked"} or len(codings) > 1:
+        codings = [coding for coding in _values(found, b"content-encoding") if coding != b"identity"]
+        if set(_values(found, b"transfer-encoding")) - {b"chunked"} or len(codings) > 1:
             raise Unreadable("it is encoded more than once, so a credential in it could not be struck out")
-        coding = next(iter(codings), b"identity")
+        coding = codings[0] if codings else b"identity"
         if coding == b"identity":
             return found, _through(Striker(patterns))
         if coding not in (b"gzip", b"x-gzip", b"deflate"):
@@ -231,11 +231,18 @@ class Exchange:
         )
         return found, _through(Striker(patterns), Inflater(coding))
 
+    def may_switch(self, fields: Iterable[tuple[bytes, bytes]]) -> bool:
+        try:
+            self._switched(list(fields))
+        except Unreadable:
+            return False
+        return True
+
     def _switched(self, fields: heads.Fields) -> None:
         """Only a WebSocket that was asked for, in every particular."""
         upgrade = _values(fields, b"upgrade")
         accept = [value for name, value in fields if name.lower() == b"sec-websocket-accept"]
-        if not self.websocket or upgrade != {b"websocket"} or accept != [self._accept]:
+        if not self.websocket or upgrade != [b"websocket"] or accept != [self._accept]:
             raise Unreadable("it switches to a protocol that was not asked for")
         if _values(fields, b"sec-websocket-extensions"):
             raise Unreadable("it switches on WebSocket extensions that were not asked for")
@@ -249,6 +256,7 @@ class Exchange:
         if self.over:
             return
         self.over = True
+        status = 101 if self.switched else status
         self.box.waiting -= self._reserved
         verdict = self.verdict
         if deny is not None:
@@ -318,11 +326,9 @@ def _accept(key: bytes) -> bytes:
     return base64.b64encode(hashlib.sha1(key + _GUID).digest())  # noqa: S324 (RFC 6455 has no other)
 
 
-def _values(fields: heads.Fields, name: bytes) -> set[bytes]:
-    found = {
-        part.strip().lower() for key, value in fields if key.lower() == name for part in value.split(b",")
-    }
-    return found - {b"", b"identity"} if name == b"content-encoding" else found - {b""}
+def _values(fields: heads.Fields, name: bytes) -> list[bytes]:
+    found = [part.strip().lower() for key, value in fields if key.lower() == name for part in value.split(b",")]
+    return [part for part in found if part]
 
 
 def printable(text: str) -> str:

@@ -206,6 +206,8 @@ class GuestHttp1(_http1.Http1Server):
                     yield commands.SendData(self.conn, answer(status, text, close=True, head_only=head_only))
                 yield commands.CloseConnection(self.conn)
             return
+        if isinstance(event, _events.ResponseData) and not event.data:
+            return  # a chunk of nothing would be the last
         yield from super().send(event)
 
 
@@ -227,6 +229,16 @@ class OriginHttp1(_http1.Http1Client):
                     break
                 self.buf.maybe_extract_at_most(blank.end())
         yield from super().read_headers(event)
+
+    def mark_done(self, *, request: bool = False, response: bool = False) -> Commands:
+        if response and self.response is not None and self.response.status_code == 101:
+            exchange = getattr(self.request, "exchange", None)
+            if exchange is None or not exchange.may_switch(self.response.headers.fields):
+                # It is refused further up; what follows is in no protocol that anybody asked for.
+                yield commands.CloseConnection(self.conn)
+                self.state = self.done
+                return
+        yield from super().mark_done(request=request, response=response)
 
 
 class _Chunked:

@@ -36,7 +36,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 class Site:
-    """A sandbox of its own and an origin it may reach as `api.test:443`."""
+    """A sandbox of its own and an origin it may reach as `api.example.com:443`."""
 
     def __init__(
         self, node: Lab, name: str, origin: Origin, rules: list[str], credentials: list[Any], **secrets: Any
@@ -54,12 +54,12 @@ class Site:
     ) -> dict[str, Any]:
         return node.policy(
             [rule.replace("HOST", f"127.0.0.1:{port}") for rule in rules],
-            [f"api.test -> 127.0.0.1:{port}"],
-            [{"port": port, "host": "api.test", **one} for one in credentials or []],
+            [f"api.example.com -> 127.0.0.1:{port}"],
+            [{"port": port, "host": "api.example.com", **one} for one in credentials or []],
         )
 
     def client(self, **more: Any) -> Any:
-        return self.node.client(self.name, "api.test", **more)
+        return self.node.client(self.name, "api.example.com", **more)
 
     def records(self) -> list[dict[str, Any]]:
         return [record for record in self.node.records if record["sandbox"] == self.name]
@@ -79,7 +79,7 @@ def site(node: Lab, request: pytest.FixtureRequest) -> Any:
         credentials: Any = (),
         **secrets: Any,
     ) -> Site:
-        origin = node.origin("api.test", handler=handler)
+        origin = node.origin("api.example.com", handler=handler)
         site = Site(
             node, f"{request.node.name[:40]}-{len(made)}", origin, list(rules), list(credentials), **secrets
         )
@@ -94,18 +94,20 @@ def site(node: Lab, request: pytest.FixtureRequest) -> Any:
 def test_a_request_goes_through_and_is_written_down(site: Any) -> None:
     here = site(lambda asked, conn: ok(b"hello"))
     with here.client() as client:
-        answer = client.get("/some/path?secret=query", "api.test", "Accept-Encoding: gzip")
+        answer = client.get("/some/path?secret=query", "api.example.com", "Accept-Encoding: gzip")
         assert (answer.status, answer.read()) == (200, b"hello")
         assert client.sock.selected_alpn_protocol() == "http/1.1"
         assert client.sock.version() in ("TLSv1.2", "TLSv1.3")
     asked = here.origin.asked[0]
     assert (asked.method, asked.target) == ("GET", "/some/path?secret=query")
     assert [value for name, value in asked.headers if name.lower() == "host"] == [
-        f"api.test:{here.origin.port}"
+        f"api.example.com:{here.origin.port}"
     ]
     record = here.record()
     assert record["verdict"] == "allow" and record["path"] == "/some/path" and record["status"] == 200
-    assert record["name"] == "api.test" and record["address"] == "127.0.0.1" and record["method"] == "GET"
+    assert (
+        record["name"] == "api.example.com" and record["address"] == "127.0.0.1" and record["method"] == "GET"
+    )
     assert record["bytes_out"] > 50 and record["bytes_in"] > 50 and "credentials" not in record
 
 
@@ -116,7 +118,9 @@ def test_a_bearer_is_put_in_and_struck_out(site: Any) -> None:
 
     here = site(echo, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        answer = client.get("/", "api.test", "Authorization: Bearer dummy", "authorization: Bearer twice")
+        answer = client.get(
+            "/", "api.example.com", "Authorization: Bearer dummy", "authorization: Bearer twice"
+        )
         body = answer.read()
     asked = here.origin.asked[0]
     assert [v for n, v in asked.headers if n.lower() == "authorization"] == [f"Bearer {SECRET}"]
@@ -129,12 +133,12 @@ def test_a_bearer_is_put_in_and_struck_out(site: Any) -> None:
 def test_a_denied_request_is_told_why(site: Any) -> None:
     here = site(rules=("allow GET HOST/allowed/*",))
     with here.client() as client:
-        assert client.get("/allowed/x", "api.test").read() == b"ok"
-        answer = client.get("/other", "api.test")
+        assert client.get("/allowed/x", "api.example.com").read() == b"ok"
+        answer = client.get("/other", "api.example.com")
         text = answer.read().decode()
         assert answer.status == 403 and "network policy" in text and "rule:" in text
-        assert client.get("/allowed/y", "api.test").read() == b"ok"  # the connection goes on
-        answer = client.get("/allowed/x", "api.test", method="POST", body=b"x" * 100_000)
+        assert client.get("/allowed/y", "api.example.com").read() == b"ok"  # the connection goes on
+        answer = client.get("/allowed/x", "api.example.com", method="POST", body=b"x" * 100_000)
         assert answer.status == 403 and answer.headers["connection"] == "close" and answer.read()
     assert [asked.target for asked in here.origin.asked] == ["/allowed/x", "/allowed/y"]
     denied = [record for record in here.records() if record["verdict"] == "deny"]
@@ -144,7 +148,7 @@ def test_a_denied_request_is_told_why(site: Any) -> None:
 def test_basic(site: Any) -> None:
     here = site(credentials=[{"secret": "token", "as": "basic", "username": "git"}], token=SECRET)
     with here.client() as client:
-        assert client.get("/", "api.test").status == 200
+        assert client.get("/", "api.example.com").status == 200
     assert (
         here.origin.asked[0].get("authorization")
         == "Basic " + base64.b64encode(f"git:{SECRET}".encode()).decode()
@@ -165,8 +169,8 @@ def upto(client: Any, done: Any, data: bytes) -> bytes:
 
 def test_another_sni_is_refused(node: Lab, site: Any) -> None:
     here = site()
-    for sni in ("other.test", None):
-        sock = node.connect(here.name, "api.test", 443)
+    for sni in ("other.example.com", None):
+        sock = node.connect(here.name, "api.example.com", 443)
         context = ssl.create_default_context(cadata=node.ca.pem)
         context.check_hostname = False
         with pytest.raises((ssl.SSLError, ConnectionError)) as error:
@@ -180,7 +184,14 @@ def test_another_sni_is_refused(node: Lab, site: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["other.test", "api.test:8443", "api.test.evil", "127.0.0.1", "API.test@other.test"]
+    "host",
+    [
+        "other.example.com",
+        "api.example.com:8443",
+        "api.example.com.evil",
+        "127.0.0.1",
+        "API.example.com@other.example.com",
+    ],
 )
 def test_another_host_is_misdirected(site: Any, host: str) -> None:
     here = site()
@@ -195,25 +206,25 @@ def test_another_host_is_misdirected(site: Any, host: str) -> None:
 def test_the_same_host_in_other_words_is_the_same(site: Any) -> None:
     here = site()
     with here.client() as client:
-        for host in ("API.Test", "api.test.", "api.test:443"):
+        for host in ("API.Example.Com", "api.example.com.", "api.example.com:443"):
             assert client.get("/", host).read() == b"ok"
-    assert {asked.get("Host") for asked in here.origin.asked} == {f"api.test:{here.origin.port}"}
+    assert {asked.get("Host") for asked in here.origin.asked} == {f"api.example.com:{here.origin.port}"}
 
 
 def test_absolute_form_must_be_equal(site: Any) -> None:
     here = site()
     with here.client() as client:
-        assert client.get("https://api.test/x?y", "api.test").read() == b"ok"
+        assert client.get("https://api.example.com/x?y", "api.example.com").read() == b"ok"
     assert here.origin.asked[0].target == "/x?y"
     for target in (
-        "https://other.test/",
-        "http://api.test/",
-        "https://api.test:1/",
-        "https://x@api.test/",
-        "ftp://api.test/",
+        "https://other.example.com/",
+        "http://api.example.com/",
+        "https://api.example.com:1/",
+        "https://x@api.example.com/",
+        "ftp://api.example.com/",
     ):
         with here.client() as client:
-            assert client.get(target, "api.test").status in (400, 421)
+            assert client.get(target, "api.example.com").status in (400, 421)
             assert client.rest() is not None
     assert len(here.origin.asked) == 1
 
@@ -222,36 +233,36 @@ def test_absolute_form_must_be_equal(site: Any) -> None:
 def test_methods_that_are_never_let_through(site: Any, method: str) -> None:
     here = site()
     with here.client() as client:
-        target = "api.test:443" if method.lower() == "connect" else "/"
+        target = "api.example.com:443" if method.lower() == "connect" else "/"
         client.send(
-            f"{method} {target} HTTP/1.1\r\nHost: api.test\r\n\r\nGET /hidden HTTP/1.1\r\nHost: api.test\r\n\r\n"
+            f"{method} {target} HTTP/1.1\r\nHost: api.example.com\r\n\r\nGET /hidden HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
         )
         data = client.rest()
         assert data.startswith(b"HTTP/1.1 405") and data.count(b"HTTP/1.1 ") == 1
     assert not here.origin.asked
 
 
-SMUGGLED = "GET /hidden HTTP/1.1\r\nHost: api.test\r\n\r\n"
+POST, GET = (f"{method} / HTTP/1.1\r\nHost: api.example.com\r\n" for method in ("POST", "GET"))
+SMUGGLED = "GET /hidden HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        f"GET / HTTP/1.1\r\nHost: api.test\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        f"{SMUGGLED}",
-        f"POST / HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n5c\r\n{SMUGGLED}",
-        f"POST / HTTP/1.1\r\nHost: api.test\r\nContent-Length: 0\r\nContent-Length: 44\r\n\r\n{SMUGGLED}",
-        f"POST / HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding: xchunked\r\n\r\n{SMUGGLED}",
-        f"POST / HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n{SMUGGLED}",
-        f"POST / HTTP/1.1\r\nHost: api.test\r\nX: y\r\n Transfer-Encoding: chunked\r\n\r\n{SMUGGLED}",
-        f"GET / HTTP/1.1\nHost: api.test\n\n{SMUGGLED}",
-        f"GET / HTTP/1.1\r\nHost: api.test\r\nX: a\nY: b\r\n\r\n{SMUGGLED}",
-        f"GET / HTTP/1.1\r\nHost: api.test\r\nX: a\rY: b\r\n\r\n{SMUGGLED}",
-        f"GET / HTTP/1.1\r\nHost: api.test\r\nHost: other.test\r\n\r\n{SMUGGLED}",
-        f"GET / HTTP/1.1\r\nHost: api.test\r\nHost: api.test\r\n\r\n{SMUGGLED}",
+        f"{GET}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{SMUGGLED}",
+        f"{POST}Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n5c\r\n{SMUGGLED}",
+        f"{POST}Content-Length: 0\r\nContent-Length: 44\r\n\r\n{SMUGGLED}",
+        f"{POST}Transfer-Encoding: xchunked\r\n\r\n{SMUGGLED}",
+        f"{POST}Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n{SMUGGLED}",
+        f"{POST}X: y\r\n Transfer-Encoding: chunked\r\n\r\n{SMUGGLED}",
+        f"GET / HTTP/1.1\nHost: api.example.com\n\n{SMUGGLED}",
+        f"{GET}X: a\nY: b\r\n\r\n{SMUGGLED}",
+        f"{GET}X: a\rY: b\r\n\r\n{SMUGGLED}",
+        f"{GET}Host: other.example.com\r\n\r\n{SMUGGLED}",
+        f"{GET}Host: api.example.com\r\n\r\n{SMUGGLED}",
         f"GET /a HTTP/1.1\r\nX: 1\r\n\r\n{SMUGGLED}",
-        f"GET /\x0b HTTP/1.1\r\nHost: api.test\r\n\r\n{SMUGGLED}",
-        f"GET / HTTP/1.1 \r\nHost: api.test\r\n\r\n{SMUGGLED}",
+        f"GET /\x0b HTTP/1.1\r\nHost: api.example.com\r\n\r\n{SMUGGLED}",
+        f"GET / HTTP/1.1 \r\nHost: api.example.com\r\n\r\n{SMUGGLED}",
     ],
 )
 def test_what_has_two_readings_is_refused(site: Any, request_: str) -> None:
@@ -271,7 +282,7 @@ def test_a_bad_chunk_is_refused(site: Any, chunks: str) -> None:
     here = site()
     with here.client() as client:
         client.send(
-            f"POST / HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding: chunked\r\n\r\n{chunks}{SMUGGLED}"
+            f"POST / HTTP/1.1\r\nHost: api.example.com\r\nTransfer-Encoding: chunked\r\n\r\n{chunks}{SMUGGLED}"
         )
         data = client.rest()
         assert data.startswith(b"HTTP/1.1 400") and data.count(b"HTTP/1.1 ") == 1
@@ -282,11 +293,11 @@ def test_chunks_are_made_anew(site: Any) -> None:
     here = site()
     with here.client() as client:
         client.send(
-            "POST /p HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "POST /p HTTP/1.1\r\nHost: api.example.com\r\nTransfer-Encoding: chunked\r\n\r\n"
             "5;ext=1\r\nhello\r\n1\r\n!\r\n0\r\nX-Trailer: smuggled\r\n\r\n"
         )
         assert client.answer().read() == b"ok"
-        assert client.get("/next", "api.test").read() == b"ok"
+        assert client.get("/next", "api.example.com").read() == b"ok"
     assert here.origin.asked[0].body == b"hello!" and not here.origin.asked[0].get("X-Trailer")
 
 
@@ -294,7 +305,9 @@ def test_requests_sent_ahead_are_judged_one_by_one(site: Any) -> None:
     here = site(rules=("allow GET HOST/a/*",))
     with here.client() as client:
         client.send(
-            "".join(f"GET {path} HTTP/1.1\r\nHost: api.test\r\n\r\n" for path in ("/a/1", "/b", "/a/2"))
+            "".join(
+                f"GET {path} HTTP/1.1\r\nHost: api.example.com\r\n\r\n" for path in ("/a/1", "/b", "/a/2")
+            )
         )
         assert [client.answer().status for _ in range(0)] == []
         data = b""
@@ -315,7 +328,7 @@ def test_dot_segments_do_not_lead_out_of_a_path(site: Any) -> None:
         "/a\\..\\b",
     ):
         with here.client() as client:
-            answer = client.get(path, "api.test")
+            answer = client.get(path, "api.example.com")
             seen = [asked.target for asked in here.origin.asked]
             assert answer.status in (400, 403) or (
                 seen[-1] == path and ".." not in path.replace("%252e", "")
@@ -326,7 +339,11 @@ def test_an_upgrade_to_http2_is_not_passed_on(site: Any) -> None:
     here = site()
     with here.client() as client:
         answer = client.get(
-            "/", "api.test", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAA"
+            "/",
+            "api.example.com",
+            "Connection: Upgrade, HTTP2-Settings",
+            "Upgrade: h2c",
+            "HTTP2-Settings: AAA",
         )
         assert answer.status == 200
     asked = here.origin.asked[0]
@@ -344,7 +361,7 @@ def test_a_guest_that_sends_ahead_without_end_is_cut(site: Any) -> None:
     with here.client() as client:
         with pytest.raises((ConnectionError, ssl.SSLError)):
             for _ in range(1_000):
-                client.send(("GET / HTTP/1.1\r\nHost: api.test\r\nX: " + "a" * 8_000 + "\r\n\r\n") * 4)
+                client.send(("GET / HTTP/1.1\r\nHost: api.example.com\r\nX: " + "a" * 8_000 + "\r\n\r\n") * 4)
         release.set()
 
 
@@ -352,12 +369,12 @@ def test_a_guest_that_sends_ahead_without_end_is_cut(site: Any) -> None:
 
 
 def test_an_untrusted_origin_gets_nothing(node: Lab, site: Any) -> None:
-    for ca, names in ((Ca("stranger"), ["api.test"]), (node.world, ["other.test"])):
+    for ca, names in ((Ca("stranger"), ["api.example.com"]), (node.world, ["other.example.com"])):
         here = site(credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
         other = node.origin(*names, ca=ca)
         node.join(here.name, Site.policy_for(node, other.port, here.rules, here.credentials), token=SECRET)
         with here.client() as client:
-            answer = client.get("/", "api.test")
+            answer = client.get("/", "api.example.com")
             assert answer.status == 502 and b"certificate is not trusted" in answer.read()
         eventually(lambda other=other: other.handshakes_failed == 1)
         assert not other.asked
@@ -367,7 +384,7 @@ def test_an_origin_that_is_not_there(node: Lab, site: Any) -> None:
     here = site()
     here.origin.close()
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         assert answer.status == 502 and b"no answer" in answer.read()
     assert here.record()["status"] == 502
 
@@ -388,8 +405,8 @@ def test_interim_answers_are_read_over(site: Any) -> None:
         )
     )
     with here.client() as client:
-        assert client.get("/", "api.test").read() == b"end"
-        assert client.get("/", "api.test").read() == b"end"
+        assert client.get("/", "api.example.com").read() == b"end"
+        assert client.get("/", "api.example.com").read() == b"end"
 
 
 @pytest.mark.parametrize(
@@ -405,23 +422,23 @@ def test_interim_answers_are_read_over(site: Any) -> None:
 def test_answers_that_are_none(site: Any, answer: bytes) -> None:
     here = site(lambda asked, conn: answer)
     with here.client() as client:
-        found = client.get("/", "api.test")
+        found = client.get("/", "api.example.com")
         assert found.status == 502 and b"garbage" not in found.read()
 
 
 def test_plain_http(node: Lab) -> None:
     origin = node.origin(plain=True)
-    rewrite = [f"api.test -> 127.0.0.1:{origin.port}"]
-    bound = {"port": origin.port, "host": "api.test", "as": "bearer"}
+    rewrite = [f"api.example.com -> 127.0.0.1:{origin.port}"]
+    bound = {"port": origin.port, "host": "api.example.com", "as": "bearer"}
     rules = [f"allow 127.0.0.1:{origin.port}/*"]
     node.join("plain", node.policy(rules, rewrite, [{"secret": "token", **bound}]), token=SECRET)
-    with node.client("plain", "api.test", 80, tls=False) as client:
-        assert client.get("/x", "api.test").read() == b"ok"
+    with node.client("plain", "api.example.com", 80, tls=False) as client:
+        assert client.get("/x", "api.example.com").read() == b"ok"
     assert origin.asked[0].get("authorization") is None  # bound to https
     bound = {"port": origin.port, "host": "127.0.0.1", "as": "bearer", "scheme": "http"}
     node.join("plain", node.policy(rules, rewrite, [{"secret": "token", **bound}]), token=SECRET)
-    with node.client("plain", "api.test", 80, tls=False) as client:
-        assert client.get("/x", "api.test").read() == b"ok"
+    with node.client("plain", "api.example.com", 80, tls=False) as client:
+        assert client.get("/x", "api.example.com").read() == b"ok"
         client.send("garbage\r\n\r\n")
         assert client.rest().startswith(b"HTTP/1.1 400")
     assert origin.asked[1].get("authorization") == f"Bearer {SECRET}"
@@ -445,14 +462,14 @@ def test_large_bodies_are_streamed_both_ways(node: Lab, site: Any) -> None:
 
     here = site(sink, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        client.get("/warm", "api.test", method="POST", body=chunk).read()
+        client.get("/warm", "api.example.com", method="POST", body=chunk).read()
         before = node.ask("stats")["rss_bytes"]
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         while data := answer.read(1_048_576):
             seen[0] += len(data)
         assert seen[0] == size
         most = node.ask("stats")["rss_bytes"]
-        client.send(f"POST / HTTP/1.1\r\nHost: api.test\r\nContent-Length: {64 * len(chunk)}\r\n\r\n")
+        client.send(f"POST / HTTP/1.1\r\nHost: api.example.com\r\nContent-Length: {64 * len(chunk)}\r\n\r\n")
         for _ in range(64):
             client.send(chunk)
         assert client.answer().read() == str(64 * len(chunk)).encode()
@@ -475,7 +492,7 @@ def test_a_guest_that_does_not_read_fills_no_memory(node: Lab, site: Any) -> Non
     here = site(flood)
     before = node.ask("stats")["rss_bytes"]
     with here.client() as client:
-        client.send("GET / HTTP/1.1\r\nHost: api.test\r\n\r\n")
+        client.send("GET / HTTP/1.1\r\nHost: api.example.com\r\n\r\n")
         eventually(lambda: sent[0] > 100_000)
         eventually(lambda: not here.origin.alive())
         assert node.ask("stats")["rss_bytes"] - before < 24 * 1_048_576
@@ -501,7 +518,7 @@ def test_events_come_as_they_are_sent(site: Any) -> None:
 
     here = site(events, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         for number in range(3):  # the next is not sent before this one has come
             assert answer.readline() == f"data: {number} {'*' * len(SECRET)}\n".encode()
             assert answer.readline() == b"\n"
@@ -514,7 +531,7 @@ def test_expect_continue(site: Any) -> None:
     for path, status in (("/yes", b"100"), ("/no", b"403")):
         with here.client() as client:
             client.send(
-                f"POST {path} HTTP/1.1\r\nHost: api.test\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+                f"POST {path} HTTP/1.1\r\nHost: api.example.com\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
             )
             assert client.sock.recv(12).split()[1] == status
             if status == b"100":
@@ -529,11 +546,11 @@ def test_expect_continue(site: Any) -> None:
 def test_a_new_policy_holds_for_what_is_open(node: Lab, site: Any) -> None:
     here = site(rules=("allow HOST/*",))
     with here.client() as client, here.client() as other:
-        assert client.get("/a", "api.test").read() == b"ok"
-        assert other.get("/a", "api.test").read() == b"ok"
+        assert client.get("/a", "api.example.com").read() == b"ok"
+        assert other.get("/a", "api.example.com").read() == b"ok"
         answer = node.ask("policy", sandbox=here.name, policy=here.policy(["allow GET HOST/b"]))
         assert answer["cut"] == 0  # nothing is under way, and its host may still be reached
-        assert client.get("/a", "api.test").status == 403
+        assert client.get("/a", "api.example.com").status == 403
         answer = node.ask("policy", sandbox=here.name, policy=here.policy(["deny HOST"]))
         assert answer["cut"] == 2 == answer["flows"]
         assert other.rest() == b""
@@ -547,7 +564,7 @@ def test_a_request_under_way_is_cut(node: Lab, site: Any) -> None:
 
     here = site(slow)
     with here.client() as client:
-        answer = client.get("/long", "api.test")
+        answer = client.get("/long", "api.example.com")
         assert answer.read(5) == b"begin"
         assert node.ask("policy", sandbox=here.name, policy=here.policy(["allow GET HOST/short"]))["cut"] == 1
         with pytest.raises((ConnectionError, ssl.SSLError, IncompleteRead)):
@@ -560,22 +577,22 @@ def test_bytes_and_rate_of_a_rule(site: Any) -> None:
     here = site(lambda asked, conn: ok(body), rules=("allow HOST/* bytes=1MiB",))
     with here.client() as client, pytest.raises((ConnectionError, ssl.SSLError, IncompleteRead)):
         for _ in range(10):
-            client.get("/", "api.test").read()
+            client.get("/", "api.example.com").read()
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         assert answer.status == 403 and b"1048576 bytes" in answer.read()
     here = site(lambda asked, conn: ok(body), rules=("allow HOST/* rate=200KiB/s",))
     with here.client() as client:
         began = time.monotonic()
         for _ in range(3):
-            assert client.get("/", "api.test").read() == body
+            assert client.get("/", "api.example.com").read() == body
         assert time.monotonic() - began > 2.0
 
 
 def test_leaving_ends_connections(node: Lab, site: Any) -> None:
     here = site()
     with here.client() as client:
-        assert client.get("/", "api.test").read() == b"ok"
+        assert client.get("/", "api.example.com").read() == b"ok"
         node.ask("leave", sandbox=here.name)
         assert client.rest() == b""
         with pytest.raises((ConnectionError, ssl.SSLError)):
@@ -630,7 +647,7 @@ def switch(asked: Asked, conn: Any) -> bytes | None:
 def test_websockets_are_relayed_and_struck(site: Any) -> None:
     here = site(switch, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.test", *UPGRADE,
+        client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE,
                                  "Sec-WebSocket-Extensions: permessage-deflate", "", ""]))  # fmt: skip
         data = b""
         data = upto(client, lambda data: data.count(b"*") == 2 * len(SECRET), data)
@@ -644,7 +661,7 @@ def test_websockets_are_relayed_and_struck(site: Any) -> None:
 def test_a_websocket_must_be_allowed(site: Any) -> None:
     here = site(switch, rules=("allow GET HOST/ok",))
     with here.client() as client:
-        assert client.get("/ws", "api.test", *UPGRADE).status == 403
+        assert client.get("/ws", "api.example.com", *UPGRADE).status == 403
     assert not here.origin.asked
 
 
@@ -652,8 +669,8 @@ def test_an_upgrade_that_is_refused_hides_no_requests(site: Any) -> None:
     here = site(lambda asked, conn: ok(), rules=("allow GET HOST/ws",))
     with here.client() as client:
         client.send(
-            "\r\n".join(["GET /ws HTTP/1.1", "Host: api.test", *UPGRADE, "", ""])
-            + "GET /hidden HTTP/1.1\r\nHost: api.test\r\n\r\n"
+            "\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""])
+            + "GET /hidden HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
         )
         data = b""
         data = upto(client, lambda data: data.count(b"HTTP/1.1 ") == 2, data)
@@ -679,7 +696,7 @@ def test_only_a_real_websocket_switches(site: Any, asks: tuple[str, ...], lines:
         ).encode()
     )
     with here.client() as client:
-        answer = client.get("/", "api.test", *asks)
+        answer = client.get("/", "api.example.com", *asks)
         assert answer.status == 502 and b"not asked for" in answer.read()
         assert b"raw bytes" not in client.rest()
 
@@ -698,7 +715,7 @@ def test_a_message_without_end_is_bounded(node: Lab, site: Any) -> None:
     here = site(endless)
     before = node.ask("stats")["rss_bytes"]
     with here.client() as client:
-        answer = client.get("/", "api.test", *UPGRADE)
+        answer = client.get("/", "api.example.com", *UPGRADE)
         assert answer.status == 101
         assert len(client.rest()) < 1_000
     assert node.ask("stats")["rss_bytes"] - before < 80 * 1_048_576
@@ -714,7 +731,7 @@ def test_query(site: Any) -> None:
         token=SECRET,
     )
     with here.client() as client:
-        body = client.get("/p?key=mine&a=1", "api.test").read()
+        body = client.get("/p?key=mine&a=1", "api.example.com").read()
     assert here.origin.asked[0].target == f"/p?a=1&key={quote(SECRET, safe='')}"
     assert b"canary" not in body and body.startswith(b"/p?a=1&key=***")
     assert here.record()["path"] == "/p"
@@ -730,18 +747,20 @@ def test_placeholders(site: Any) -> None:
         token=SECRET,
     )
     with here.client() as client:
-        client.get(f"/a/{WORD}?x=%50LACEHOLDER%5F1", "api.test", f"X-Key: {WORD}").read()
+        client.get(f"/a/{WORD}?x=%50LACEHOLDER%5F1", "api.example.com", f"X-Key: {WORD}").read()
         body = b'{"key": "' + WORD.encode() + b'"}'
         kind = "Content-Type: application/json"
-        head = f"POST / HTTP/1.1\r\nHost: api.test\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST / HTTP/1.1\r\nHost: api.example.com\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
         client.send(head)
         for at in range(len(body)):  # split over writes
             client.send(body[at : at + 1])
         answer = client.answer().read()
         big = b"x" * 1_048_577 + WORD.encode()
-        assert client.get("/", "api.test", method="POST", body=big).read() == big  # too long: left as it is
+        assert (
+            client.get("/", "api.example.com", method="POST", body=big).read() == big
+        )  # too long: left as it is
         client.send(
-            f"POST / HTTP/1.1\r\nHost: api.test\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n{WORD}\r\n0\r\n\r\n"
+            f"POST / HTTP/1.1\r\nHost: api.example.com\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n{WORD}\r\n0\r\n\r\n"
         )
         assert client.answer().read() == WORD.encode()
     asked = here.origin.asked
@@ -761,7 +780,7 @@ def test_a_placeholder_that_is_not_bound_there_is_left_and_noted(site: Any) -> N
         token=SECRET,
     )
     with here.client() as client:
-        client.get(f"/{WORD}", "api.test").read()
+        client.get(f"/{WORD}", "api.example.com").read()
     assert here.origin.asked[0].target == f"/{WORD}" and "placeholder of token" in here.record()["reason"]
 
 
@@ -778,38 +797,45 @@ def test_bound_to_method_and_path(site: Any) -> None:
             ("GET", "/repos/../other"),
         ):
             client.get(
-                path, "api.test", "Authorization: own", method=method, body=b"" if method == "POST" else None
+                path,
+                "api.example.com",
+                "Authorization: own",
+                method=method,
+                body=b"" if method == "POST" else None,
             ).read()
     said = [asked.get("authorization") for asked in here.origin.asked]
     assert said == [f"Bearer {SECRET}", "own", "own", "own"]
 
 
 def test_a_redirect_is_the_guests_to_follow_without_the_credential(node: Lab, site: Any) -> None:
-    other = node.origin("other.test")
+    other = node.origin("other.example.com")
     here = site(
-        lambda asked, conn: ok(b"", "Location: https://other.test/taken", status="302 Found"),
+        lambda asked, conn: ok(b"", "Location: https://other.example.com/taken", status="302 Found"),
         credentials=[{"secret": "token", "as": "bearer"}], token=SECRET,
     )  # fmt: skip
     network = here.policy(here.rules, here.credentials)
     network["network"]["rules"] = [*network["network"]["rules"], f"allow GET 127.0.0.1:{other.port}/taken"]
-    network["network"]["rewrite"] = [*network["network"]["rewrite"], f"other.test -> 127.0.0.1:{other.port}"]
+    network["network"]["rewrite"] = [
+        *network["network"]["rewrite"],
+        f"other.example.com -> 127.0.0.1:{other.port}",
+    ]
     node.ask("policy", sandbox=here.name, policy=network)
     with here.client() as client:
-        assert client.get("/", "api.test").headers["Location"] == "https://other.test/taken"
-    with node.client(here.name, "other.test") as client:
-        assert client.get("/taken", "other.test").read() == b"ok"
-        assert client.get("/other", "other.test").status == 403
+        assert client.get("/", "api.example.com").headers["Location"] == "https://other.example.com/taken"
+    with node.client(here.name, "other.example.com") as client:
+        assert client.get("/taken", "other.example.com").read() == b"ok"
+        assert client.get("/other", "other.example.com").status == 403
     assert here.origin.asked[0].get("authorization") and not other.asked[0].get("authorization")
 
 
 def test_a_new_value_holds_at_once(node: Lab, site: Any) -> None:
     here = site(credentials=[{"secret": "token", "as": "bearer"}])
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         assert answer.status == 502 and b"the secret token has no value" in answer.read()
         for value in ("first-value", "second-value"):
             node.ask("secrets", sandbox=here.name, secrets={"token": value})
-            client.get("/", "api.test").read()
+            client.get("/", "api.example.com").read()
     assert [asked.get("authorization") for asked in here.origin.asked] == [
         "Bearer first-value",
         "Bearer second-value",
@@ -829,10 +855,10 @@ def test_compressed_echoes_are_struck(site: Any, coding: str) -> None:
 
     here = site(echo, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         assert answer.headers["Content-Encoding"] is None
         assert answer.read() == b"before " + (b"Bearer " + b"*" * len(SECRET)) * 100 + b" after"
-        assert client.get("/", "api.test").status == 200
+        assert client.get("/", "api.example.com").status == 200
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip", "gzip, br", "unheard-of"])
@@ -843,12 +869,14 @@ def test_what_cannot_be_read_is_refused(site: Any, coding: str) -> None:
         token=SECRET,
     )
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         assert answer.status == 502 and b"could not be struck out" in answer.read()
         assert client.rest() == b""
     plain = site(lambda asked, conn: ok(b"x", f"Content-Encoding: {coding}"))
     with plain.client() as client:
-        assert client.get("/", "api.test").read() == b"x"  # nothing was put in, so it is nobody's business
+        assert (
+            client.get("/", "api.example.com").read() == b"x"
+        )  # nothing was put in, so it is nobody's business
 
 
 def test_a_bomb_is_broken_off(node: Lab, site: Any) -> None:
@@ -860,7 +888,7 @@ def test_a_bomb_is_broken_off(node: Lab, site: Any) -> None:
     )
     before = node.ask("stats")["rss_bytes"]
     with here.client() as client, pytest.raises((ConnectionError, ssl.SSLError, IncompleteRead)):
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         while answer.read(1_048_576):
             pass
     assert node.ask("stats")["rss_bytes"] - before < 100 * 1_048_576
@@ -884,7 +912,7 @@ def test_echoes_split_over_chunks_and_in_other_forms(site: Any) -> None:
 
     here = site(echo, credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        answer = client.get("/", "api.test")
+        answer = client.get("/", "api.example.com")
         body = answer.read()
         for place in (body.decode(), answer.reason, answer.headers["X"]):
             assert len(place) and not any(form in place for form in forms)
@@ -900,8 +928,8 @@ def test_the_connection_stays_struck(site: Any) -> None:
 
     here = site(late, credentials=[{"secret": "token", "as": "bearer", "path": "/with"}], token=SECRET)
     with here.client() as client:
-        client.get("/with", "api.test").read()
-        assert client.get("/without", "api.test").read() == b"Bearer " + b"*" * len(SECRET)
+        client.get("/with", "api.example.com").read()
+        assert client.get("/without", "api.example.com").read() == b"Bearer " + b"*" * len(SECRET)
 
 
 KEYS = {
@@ -962,7 +990,7 @@ def test_sigv4_is_signed_anew(site: Any) -> None:
         ):
             answer = client.get(
                 "/bucket/key?b=2&a=1",
-                "api.test",
+                "api.example.com",
                 f"Authorization: {DUMMY.format(service)}",
                 *common,
                 *headers,
@@ -995,11 +1023,11 @@ def test_what_cannot_be_signed_is_said(site: Any) -> None:
         ),
     ):
         with here.client() as client:
-            answer = client.get("/", "api.test", *headers, method="PUT", body=b"5;chunk-signature=x")
+            answer = client.get("/", "api.example.com", *headers, method="PUT", body=b"5;chunk-signature=x")
             assert answer.status == status and words in answer.read()
     with here.client() as client:
         client.send(
-            "POST / HTTP/1.1\r\nHost: api.test\r\n"
+            "POST / HTTP/1.1\r\nHost: api.example.com\r\n"
             f"Authorization: {DUMMY.format('sts')}\r\nContent-Length: 99999999\r\n\r\n"
         )
         assert client.answer().status == 413
@@ -1012,7 +1040,7 @@ def test_what_cannot_be_signed_is_said(site: Any) -> None:
 def test_it_knows_and_tells_little(node: Lab, site: Any) -> None:
     here = site(credentials=[{"secret": "token", "as": "bearer"}], token=SECRET)
     with here.client() as client:
-        client.get("/", "api.test").read()
+        client.get("/", "api.example.com").read()
     pid = node.worker.pid
     assert pid
     status = Path(f"/proc/{pid}/status").read_text()
@@ -1021,7 +1049,7 @@ def test_it_knows_and_tells_little(node: Lab, site: Any) -> None:
     for place in ("cmdline", "environ"):
         assert SECRET.encode() not in Path(f"/proc/{pid}/{place}").read_bytes()
     key = node.ca.key_pem.splitlines()[1]
-    assert SECRET not in node.log() and key not in node.log() and "api.test" not in node.log()
+    assert SECRET not in node.log() and key not in node.log() and "api.example.com" not in node.log()
     assert SECRET not in json.dumps(node.records)
     for path in (node.home / "s").rglob("*"):
         assert not path.is_file() or not {SECRET.encode(), key.encode()} & {path.read_bytes()}

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-LOCKS = [ROOT / "requirements.lock", *sorted((ROOT / "src/llm4agents/images/data").glob("*.lock"))]
+LOCKS = [ROOT / "requirements.lock", *sorted((ROOT / "src/llm4agents").rglob("*.lock"))]
 # Said in two words, since no file of the repository may say them in one.
 REGISTRIES = [
     ".".join(parts)

@@ -214,7 +214,7 @@ async def snapshot(
     async with _without_env(node, row, live), photograph(node, row, live) as taken:
         if live is None:  # a fork's machines check what they load; here nobody else would
             await asyncio.to_thread(snapshots.load_diff, taken.diff.path)
-        with cache.tmpdir() as tmp:
+        async with cache.workdir() as tmp:
             built = tmp / "variant"
             built.mkdir(mode=0o755)
             under = tuple(node.places.layer(layer) for layer in taken.under)

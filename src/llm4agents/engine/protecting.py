@@ -158,7 +158,7 @@ class Protecting:
     async def _build(self, variant: Variant, snapshot: Snapshot, paths: Sequence[str], dest: Path) -> None:
         ident = f"build-{secrets.token_hex(6)}"
         run_dir = self._machines / ident
-        with self._cache.tmpdir() as tmp:
+        async with self._cache.workdir() as tmp:
             built = tmp / "protect"
             built.mkdir(mode=0o755)
             overlay = tmp / "upper.qcow2"

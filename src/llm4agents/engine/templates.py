@@ -330,7 +330,7 @@ class Templates:
         dest: Path,
         progress: Progress,
     ) -> None:
-        with self.cache.tmpdir() as tmp:
+        async with self.cache.workdir() as tmp:
             built = tmp / "variant"
             built.mkdir(mode=0o755)
             progress("disk", "making the writable disk", None)

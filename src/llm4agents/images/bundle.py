@@ -209,7 +209,7 @@ async def import_(
     Raises NotFoundError (no such file), InvalidRequestError (not a bundle, damaged, or out to do harm),
     VersionMismatchError (another format, or refused by `check`), CapacityError, HostSetupError.
     """
-    with cache.tmpdir() as tmp:
+    async with cache.workdir() as tmp:
         variant = tmp / "variant"
         variant.mkdir(mode=0o755)
         name, key, template = await in_thread(lambda cancel: _read(file, cache, tmp, progress, check, cancel))

@@ -134,15 +134,36 @@ class Cache:
 
     @contextlib.contextmanager
     def tmpdir(self) -> Iterator[Path]:
-        """A directory for what is not finished, gone afterwards unless `publish` has moved it away."""
-        with room(self.root):
-            self.tmp.mkdir(parents=True, exist_ok=True)
-            path = self.tmp / f"{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(6)}"
-            path.mkdir(mode=0o700)
+        """A directory for what is not finished, gone afterwards unless `publish` has moved it away.
+
+        Removing a large one takes as long as the disk likes: on an event loop use `workdir`.
+        """
+        path = self._new_tmp()
         try:
             yield path
         finally:
             _remove_tree(path)
+
+    @contextlib.asynccontextmanager
+    async def workdir(self) -> AsyncIterator[Path]:
+        """`tmpdir` for who must not block: a tree of thousands of files is removed in a thread, and waited for."""
+        path = self._new_tmp()
+        try:
+            yield path
+        finally:
+            removal = asyncio.ensure_future(asyncio.to_thread(_remove_tree, path))
+            try:
+                await asyncio.shield(removal)
+            except asyncio.CancelledError:
+                await asyncio.wait([removal])
+                raise
+
+    def _new_tmp(self) -> Path:
+        with room(self.root):
+            self.tmp.mkdir(parents=True, exist_ok=True)
+            path = self.tmp / f"{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(6)}"
+            path.mkdir(mode=0o700)
+        return path
 
     def publish(self, tmp: Path, dest: Path) -> bool:
         """Move a finished directory into place, durably. False (`tmp` is left) if `dest` is there already."""

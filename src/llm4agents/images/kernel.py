@@ -84,7 +84,7 @@ def _recall(cache: Cache, key: str) -> Kernel | None:
 
 async def _fetch(cache: Cache, progress: Progress, key: str, refuses: Refuses) -> Kernel:
     require(["apt-get", "apt-cache", "dpkg-deb"])
-    with cache.tmpdir() as tmp:
+    async with cache.workdir() as tmp:
         check_room(tmp, ROOM_BYTES)
         progress("kernel", "asking apt for the cloud kernel", None)
         name, version = await _resolve(tmp)

@@ -118,7 +118,7 @@ async def _build(
     certificates: dict[str, bytes],
 ) -> None:
     require(["mmdebstrap", "mkfs.erofs", "apt-get", "setpriv", "tar"])
-    with cache.tmpdir() as tmp:
+    async with cache.workdir() as tmp:
         check_room(tmp, spec.build_bytes)
         sources = await debian.sources(system, tmp)
         packages: list[Path] = []

@@ -4,25 +4,32 @@ A guest here is a network namespace behind the real rules and planted sockets, j
 and a machine: so the relay is what is measured, and not an emulated CPU. `splice_ratio`: large bodies through the
 gateway / through a bare asyncio relay of streams that listens on the same kind of socket and asks nobody, by turns in
 one run. `splice_rps`: small requests a second over kept connections through the gateway (`rps.bare`: through that
-relay). `mib_per_sandbox`: the gateway's whole memory / 200 sandboxes that each have a name, a request behind them and
-a kept connection.
+relay). `create_ratio`: on-demand create with network `public` / on another server without any barrier
+(`LLM4AGENTS_BARRIER=off`), medians of creates by turns; `guest_mib_per_s`: what a real guest reads from an origin on
+this host through its NIC and the gateway. `mib_per_sandbox`: the gateway's whole memory / 200 sandboxes that each have
+a name, a request behind them and a kept connection.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llm4agents import limits
+from llm4agents.barrier.ca import Authority
 from llm4agents.barrier.link import build, nft
 from llm4agents.barrier.link.links import Link, Planted
+from llm4agents.config import settings
 from tests.barrier import gate as lab
 from tests.barrier.gate import Gate, Joined
 from tests.bench.common import finish, percentile
@@ -32,6 +39,8 @@ ROUNDS = 5
 REQUESTS = 6_000
 CONNECTIONS = 8
 SANDBOXES = 200
+CREATES_EACH = 15
+GUEST_SIZE = 16 << 20
 NAME = "origin.example.com"
 
 ORIGIN = f"""
@@ -117,6 +126,37 @@ began = time.perf_counter()
 run(count)
 print(count / (time.perf_counter() - began))
 """.replace("NAME", NAME)
+
+# Creates and ends one sandbox for each line it reads; prints the milliseconds of the create.
+CREATES = """
+import asyncio, json, sys, time
+from llm4agents import AsyncSandbox
+async def main():
+    template, network = sys.argv[1], json.loads(sys.argv[2])
+    more = {"network": network} if network else {}
+    warm = await AsyncSandbox.create(template, memory_mib=256, **more)
+    await warm.kill()
+    print("ready", flush=True)
+    loop = asyncio.get_running_loop()
+    while line := (await loop.run_in_executor(None, sys.stdin.readline)).split():
+        began = time.perf_counter()
+        sandbox = await AsyncSandbox.create(template, memory_mib=256, **more)
+        took = (time.perf_counter() - began) * 1000
+        if line[0] == "read":
+            took = await read(sandbox, *line[1:])
+        await sandbox.kill()
+        print(took, flush=True)
+async def read(sandbox, name, size):
+    # Bytes a second of one answer's body, as bash and cat read it.
+    await sandbox.update_network(json.loads(sys.argv[3]))
+    request = f"GET /large HTTP/1.1\\r\\nhost: {name}\\r\\n\\r\\n"
+    code = f"exec 3<>/dev/tcp/{name}/80; printf '{request}' >&3; head -c {size} <&3 | wc -c"
+    began = time.perf_counter()
+    done = await sandbox.exec(["bash", "-c", code], timeout=300)
+    assert done.check().stdout.strip() == size, (done.stdout, done.stderr)
+    return int(size) / (time.perf_counter() - began)
+asyncio.run(main())
+"""
 
 
 def sh(*argv: str, **more: Any) -> str:
@@ -223,6 +263,72 @@ def splice(gate: Gate, port: int) -> dict[str, Any]:
     }
 
 
+class Creator:
+    """A server of its own and a client of it, in a state directory of their own."""
+
+    def __init__(self, home: Path, port: int, template: str, network_wanted: Any, **env: str) -> None:
+        for name in ("s", "r"):
+            (home / name).mkdir(parents=True)
+        # The authority's certificate is part of a template: one for all, and for the next run, is one to build.
+        kept = settings().cache / "build" / "bench-ca"
+        kept.mkdir(parents=True, exist_ok=True)
+        Authority.open(kept / "ca")
+        shutil.copytree(kept / "ca", home / "s" / "ca")
+        self.env = {
+            **os.environ, "LLM4AGENTS_STATE": str(home / "s"), "LLM4AGENTS_RUN": str(home / "r"),
+            "LLM4AGENTS_SERVER_IDLE_EXIT_S": "3600", **env,
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            "-c",
+            CREATES,
+            template,
+            json.dumps(network_wanted),
+            json.dumps(network(port)),
+        ]
+        self.process = subprocess.Popen(
+            command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == "ready"
+
+    def go(self, what: str = "create") -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        subprocess.run([sys.executable, "-m", "llm4agents", "server", "stop"], env=self.env, check=False)
+
+
+def create(port: int, template: str) -> dict[str, Any]:
+    took: dict[str, list[float]] = {"network": [], "none": [], "off": []}
+    with tempfile.TemporaryDirectory(prefix="l4a-b") as scratch, contextlib.ExitStack() as stack:
+        sides = {}
+        for name, wanted, env in (
+            ("network", "public", {}),
+            ("none", "none", {}),
+            ("off", None, {"LLM4AGENTS_BARRIER": "off"}),
+        ):
+            sides[name] = Creator(Path(scratch, name), port, template, wanted, **env)
+            stack.callback(sides[name].close)
+        for _ in range(CREATES_EACH):
+            for name, side in sides.items():
+                took[name].append(side.go())
+        speed = [sides["network"].go(f"read {NAME} {GUEST_SIZE}") for _ in range(3)]
+    p50 = {name: round(percentile(values, 50), 1) for name, values in took.items()}
+    return {
+        "create_ratio": round(p50["network"] / p50["off"], 2),
+        "create_ms": p50,
+        "guest_mib_per_s": round(percentile(speed, 50) / 2**20, 1),
+        "template": template,
+    }
+
+
 def many(port: int) -> dict[str, Any]:
     """Memory of a gateway with SANDBOXES sandboxes."""
     with contextlib.ExitStack() as stack:
@@ -277,8 +383,10 @@ def memory(pid: int | None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=["splice", "many"])
-    only = parser.parse_args().only
+    parser.add_argument("--only", choices=["splice", "many", "create"])
+    parser.add_argument("--template", default="base")
+    options = parser.parse_args()
+    only = options.only
     result: dict[str, Any] = {}
     with origin() as port:
         if only in (None, "splice"):
@@ -286,6 +394,8 @@ def main() -> None:
                 result |= splice(gate, port)
         if only in (None, "many"):
             result |= many(port)
+        if only in (None, "create"):
+            result |= create(port, options.template)
     finish(result)
 
 

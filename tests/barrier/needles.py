@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
-_CHUNK = 4_194_304
+_CHUNK = 1_048_576
 _OVERLAP = 4_096
 
 
@@ -31,7 +31,8 @@ def forms(value: str) -> dict[str, bytes]:
             bytes.maketrans(b"+/", b"-_")
         )
     assert all(len(form) >= 12 for form in found.values()), "too short: it would be found by chance"
-    return found
+    ways = dict.fromkeys(found.values())  # some are the same
+    return {next(how for how, form in found.items() if form == way): way for way in ways}
 
 
 def needles(values: Mapping[str, str]) -> dict[str, bytes]:
@@ -43,6 +44,9 @@ def search(pieces: Iterable[bytes], wanted: Mapping[str, bytes]) -> set[str]:
     found: set[str] = set()
     tail = b""
     for piece in pieces:
+        if piece.count(0) == len(piece):  # most of a memory
+            tail = b""
+            continue
         data = tail + piece
         found |= {name for name, needle in wanted.items() if name not in found and needle in data}
         tail = data[-_OVERLAP:]

@@ -235,7 +235,8 @@ def test_methods_that_are_never_let_through(site: Any, method: str) -> None:
     with here.client() as client:
         target = "api.example.com:443" if method.lower() == "connect" else "/"
         client.send(
-            f"{method} {target} HTTP/1.1\r\nHost: api.example.com\r\n\r\nGET /hidden HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
+            f"{method} {target} HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
+            "GET /hidden HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
         )
         data = client.rest()
         assert data.startswith(b"HTTP/1.1 405") and data.count(b"HTTP/1.1 ") == 1

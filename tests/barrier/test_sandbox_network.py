@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llm4agents import InvalidRequestError, Sandbox
+from llm4agents import InvalidRequestError, Sandbox, limits
 from tests.support import Node, eventually, sdk_of
 
 pytestmark = pytest.mark.vm
@@ -155,6 +155,10 @@ def _ended(node: Node, sandbox: str, process: str) -> dict[str, Any] | None:
     return None if one["running"] else dict(one)
 
 
+def names_kept(node: Node) -> list[str]:
+    return [path.name for path in (node.state / "barrier" / "gateway" / "names").iterdir()]
+
+
 def test_policy_and_names_are_kept_over_pause_resume_and_fork(node: Node, origin: Origin) -> None:
     sandbox = node.create(**SMALL, network=origin.network)
     address = eventually(lambda: address_of(node, sandbox, "app.example"), 30)
@@ -175,6 +179,12 @@ def test_policy_and_names_are_kept_over_pause_resume_and_fork(node: Node, origin
     node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
     put(node, sandbox, origin.network)
     assert reaches(node, sandbox)
+    # Names go with their sandbox, also with one that ends paused.
+    node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
+    assert names_kept(node)
+    for ident in (sandbox, child["id"]):
+        node.call("DELETE", f"/v1/sandboxes/{ident}")
+    eventually(lambda: not names_kept(node))
 
 
 def test_a_cold_resume_has_its_network(node: Node, origin: Origin) -> None:
@@ -199,6 +209,14 @@ def test_a_killed_gateway_is_replaced_and_no_sandbox_ends(node: Node, origin: Or
     put(node, sandbox, "none")
     assert not reaches(node, sandbox)
     assert node.get(sandbox)["state"] == node.get(other)["state"] == "running"
+    # The one that makes links keeps none: those that are there live on, and new ones are made.
+    os.kill(node.workers()["link"], signal.SIGKILL)
+    for _ in range(limits.LINKS_READY + 1):
+        made = node.create(**SMALL, network=origin.network)
+        assert reaches(node, made)
+        node.call("DELETE", f"/v1/sandboxes/{made}")
+    put(node, sandbox, origin.network)
+    assert reaches(node, sandbox)
 
 
 def test_the_network_outlives_its_server(node: Node, origin: Origin) -> None:

@@ -184,6 +184,8 @@ class Barrier:
             problem = _words(error)
         if problem:
             log.warning("no_links", problem=problem)
+        else:
+            self._links.fill()  # the first create waits for none either
         return str(problem) if problem else None
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -258,6 +260,8 @@ class Barrier:
         entry = self._entries.pop(sandbox, None)
         self._gateway_has.discard(sandbox)
         if entry is None:
+            if forget and self._gateway.up:  # it was paused: there are names still
+                self._spawn(self._quietly(self._gateway, _leaving(sandbox, forget)))
             return
         entry.left = True
         if entry.retry is not None:
@@ -275,7 +279,7 @@ class Barrier:
             if entry.intercept is not None and self._intercept is not None:
                 await self._quietly(self._intercept, {"op": "leave", "sandbox": sandbox})
             if entry.gateway is not None:
-                await self._quietly(self._gateway, {"op": "leave", "sandbox": sandbox, "forget": forget})
+                await self._quietly(self._gateway, _leaving(sandbox, forget))
 
     def has(self, sandbox: str) -> bool:
         return sandbox in self._entries
@@ -479,6 +483,10 @@ class Barrier:
     def _on_event(self, event: dict[str, Any], fds: list[int]) -> None:
         wire.close(fds)
         log.debug("barrier_event", **{str(name): value for name, value in event.items() if name != "event"})
+
+
+def _leaving(sandbox: str, forget: bool) -> dict[str, Any]:
+    return {"op": "leave", "sandbox": sandbox, "forget": forget}
 
 
 def no_link(problem: str) -> HostSetupError:

@@ -327,7 +327,9 @@ def _accept(key: bytes) -> bytes:
 
 
 def _values(fields: heads.Fields, name: bytes) -> list[bytes]:
-    found = [part.strip().lower() for key, value in fields if key.lower() == name for part in value.split(b",")]
+    found = [
+        part.strip().lower() for key, value in fields if key.lower() == name for part in value.split(b",")
+    ]
     return [part for part in found if part]
 
 

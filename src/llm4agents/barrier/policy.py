@@ -391,12 +391,12 @@ class Policy:
 
     def _default(self, target: Target, request: Request | None, known: bool) -> str:
         profile = self.network.profile
+        rule = f"allow {target.host}" if target.port in (80, 443) and target.name else f"allow {target}"
         if profile == "packages" and known and request is not None:
             return (
-                f"{request.method} {request.path.partition('?')[0][:200]}: profile `packages` only reads from "
-                f"{target.host}. Way out: whoever made this sandbox adds the rule `allow {target.host}`"
+                f"{request.method} {request.path.partition('?')[0][:200]}: profile `packages` only reads what package "
+                f"tools need from {target.host}. Way out: whoever made this sandbox adds the rule `{rule}`"
             )
-        rule = f"allow {target.host}" if target.port in (80, 443) and target.name else f"allow {target}"
         what = str(target)
         kind = Kind.PUBLIC if target.address is None or target.name else addresses.classify(target.address)
         if kind in NEVER:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Coroutine, Iterable, Mapping
@@ -41,6 +42,7 @@ from llm4agents.errors import (
     HostSetupError,
     InvalidRequestError,
     LLM4AgentsError,
+    PathNotFoundError,
 )
 from llm4agents.guest.verbs import Agent
 from llm4agents.images.progress import Progress, silent
@@ -53,6 +55,7 @@ log = structlog.get_logger()
 NONE: dict[str, Any] = Network().to_json()
 POLICIES_KEPT = 256
 RESOLVE_TIMEOUT_S = 2.0
+APT_SOURCES = "/etc/apt/sources.list"
 OWN_SECRET = "index:"  # noqa: S105 (a prefix of names)
 """Begins the names of secrets that this host's own package tools have (`barrier.packages`)."""
 
@@ -148,6 +151,8 @@ class Networks:
         """Write the files in which a guest's package tools look for this host's registries."""
         for path, text in asked.files.items():
             try:
+                if path == APT_SOURCES and not await _same_release(agent, text):
+                    continue
                 await agent.write(path, text.encode(), user="root")
             except LLM4AgentsError as error:
                 log.warning("not_furnished", sandbox=sandbox, path=path, error=error.message)
@@ -426,6 +431,17 @@ def _intercepts(policy: Policy) -> bool:
 
 def _network_of(row: SandboxRow) -> Network:
     return Network.from_json(row.network)
+
+
+async def _same_release(agent: Agent, sources: str) -> bool:
+    """Whether a guest is of the Debian that this host's apt sources are for: others' packages would not fit."""
+    try:
+        stream = await agent.read("/etc/os-release", length=4_096, user="root")
+        text = b"".join([bytes(piece) async for piece in stream]).decode(errors="replace")
+    except PathNotFoundError:
+        return False
+    codename = re.search(r'(?m)^VERSION_CODENAME="?([a-z]+)"?$', text)
+    return codename is not None and re.search(rf"\s{codename[1]}\s", sources) is not None
 
 
 def _own(secret: str) -> bool:

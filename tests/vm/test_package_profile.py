@@ -18,6 +18,7 @@ import pytest
 
 from llm4agents import config
 from llm4agents.barrier.intercept import environment
+from llm4agents.barrier.packages.index import THIS_HOST
 from llm4agents.images.progress import silent
 from tests.support import Node
 
@@ -79,7 +80,7 @@ def test_a_guest_uses_the_hosts_mirror_and_never_sees_its_password(
     node.start()
     box = node.create(network="packages")
     told = node.exec(box, "env; cat /etc/llm4agents/npmrc /etc/apt/sources.list 2>&1")["stdout"]
-    assert f"PIP_INDEX_URL=http://this-host.internal:{mirror.server_port}/repo/simple/\n" in told
+    assert f"PIP_INDEX_URL=http://{THIS_HOST}:{mirror.server_port}/repo/simple/\n" in told
     assert PASSWORD not in told and BASIC not in told
     assert any(path.startswith("/repo/simple/") and login == BASIC for _, path, login in _Mirror.seen)
     if shutil.which("apt-get") is not None:
@@ -122,5 +123,5 @@ def test_a_running_sandbox_is_told_too(nodes: Callable[..., Node], mirror: Threa
     assert "PIP_INDEX_URL" not in node.exec(box, "env")["stdout"]
     node.call("PUT", f"/v1/sandboxes/{box}/network", json={"network": "packages"})
     told = node.exec(box, "env; cat /etc/llm4agents/npmrc 2>&1")["stdout"]
-    assert "PIP_INDEX_URL=http://this-host.internal" in told and PASSWORD not in told
+    assert f"PIP_INDEX_URL=http://{THIS_HOST}:" in told and PASSWORD not in told
     assert "\nMINE=1\n" in told and "\nGOPROXY=off\n" in told

@@ -372,3 +372,42 @@ def test_a_reader_that_does_not_read_costs_little(box: tuple[Joined, Guest], gat
             eventually(lambda: gate.ask("stats")["flows"] == 150)
             assert gate.ask("stats")["rss_bytes"] - before < 24 << 20
         eventually(lambda: gate.ask("stats")["flows"] == 0)
+
+
+def test_policies_change_while_connections_come(box: tuple[Joined, Guest], gate: Gate) -> None:
+    """Descriptors are closed and used again all the time: none is mistaken for another's."""
+    joined, guest = box
+    with Origin(lab.http) as origin:
+        network = {
+            "rules": [f"allow http 127.0.0.1:{origin.port}"],
+            "rewrite": [f"web.example.com -> 127.0.0.1:{origin.port}"],
+        }
+        joined.set(network)
+        address = resolve(guest, "web.example.com")
+        assert address is not None
+        request = b"GET / HTTP/1.1\r\nHost: web.example.com\r\n\r\n"
+        floods = guest._thread.submit(lambda: None)
+        for number in range(40):
+            if floods.done():
+                floods = guest._thread.submit(_burst, address, request)
+            joined.set("none" if number % 2 else network)
+            time.sleep(0.02)
+        floods.result(60)
+        joined.set(network)
+        eventually(lambda: gate.ask("stats")["flows"] == 0, 20)
+        for _ in range(20):
+            with guest.connect(address, 80) as sock:
+                assert get(sock, "web.example.com").startswith(b"HTTP/1.1 200")
+
+
+def _burst(address: str, request: bytes) -> None:
+    socks = []
+    for number in range(60):
+        sock = socket.socket()
+        sock.settimeout(5)
+        socks.append(sock)
+        with contextlib.suppress(OSError):
+            sock.connect((address, 80))
+            sock.sendall(request[: len(request) if number % 3 else 9])
+    for sock in socks:
+        sock.close()

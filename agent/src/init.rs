@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 const PORT_NAME: &str = "llm4agents.agent";
 const MODULES: &str = "/modules.order";
+/// What these drive is not there where there is a virtio port: a tenth of a second of an emulated boot.
+const VSOCK: &str = "vsock";
 /// For devices to appear after their drivers are loaded.
 const DEVICE_WAIT: Duration = Duration::from_secs(10);
 const HOSTNAME: &str = "sandbox";
@@ -110,8 +112,11 @@ fn start() -> Step<Agent> {
         mount(kind, path, kind, libc::MS_NOSUID, "")?;
     }
     let events = uevents();
-    load_modules()?;
+    load_modules(|path| !path.contains(VSOCK))?;
     let port = wait(&events, || Channel::port(&port_name()).transpose());
+    if port.is_none() {
+        load_modules(|path| path.contains(VSOCK))?;
+    }
     let upper = mount_root(&events)?;
     switch_root()?;
     mount_rest()?;
@@ -142,9 +147,9 @@ fn mount(source: &str, target: &str, kind: &str, flags: libc::c_ulong, data: &st
 
 // Drivers and devices
 
-fn load_modules() -> Step<()> {
+fn load_modules(wanted: impl Fn(&str) -> bool) -> Step<()> {
     let order = fs::read_to_string(MODULES).unwrap_or_default();
-    for path in order.lines().filter(|line| !line.trim().is_empty()) {
+    for path in order.lines().filter(|line| !line.trim().is_empty() && wanted(line)) {
         let file = fs::File::open(path.trim()).doing(format_args!("module {path}"))?;
         // SAFETY: an open file and an empty string.
         let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), b"\0".as_ptr(), 0) };

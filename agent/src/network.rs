@@ -11,7 +11,10 @@ use std::io;
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicI8, Ordering};
 
+/// What we last made of it: 1 up, 0 down, -1 nothing yet.
+static LEFT_UP: AtomicI8 = AtomicI8::new(-1);
 /// These are the host's too (`limits.py`): a clone's memory holds them.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(198, 19, 255, 2);
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(198, 19, 255, 1);
@@ -35,6 +38,15 @@ pub fn boot() -> Outcome<()> {
     set(true)
 }
 
+/// After a restore. What we left it at is not even looked at: in a fresh clone each system call is code to translate. So a
+/// guest's root who has changed it since finds it changed.
+pub fn restore(up: bool) -> Outcome<()> {
+    if LEFT_UP.load(Ordering::Relaxed) == i8::from(up) {
+        return Ok(());
+    }
+    set(up)
+}
+
 /// Up, with its address, route and the gateway's hardware address, or down. What is so already is left alone.
 pub fn set(up: bool) -> Outcome<()> {
     let control = control().map_err(at("open a socket"))?;
@@ -43,9 +55,11 @@ pub fn set(up: bool) -> Outcome<()> {
         Some(libc::ENODEV) => Failure::new("not_found", "there is no eth0"),
         _ => Failure::io(&error, "look at eth0"),
     })?;
+    LEFT_UP.store(-1, Ordering::Relaxed);
     // SAFETY: what SIOCGIFFLAGS has written.
     let flags = libc::c_int::from(unsafe { request.ifr_ifru.ifru_flags });
     if (flags & libc::IFF_UP != 0) == up {
+        LEFT_UP.store(up.into(), Ordering::Relaxed);
         return Ok(());
     }
     if up {
@@ -65,6 +79,7 @@ pub fn set(up: bool) -> Outcome<()> {
         // One round trip less, and nothing to be asked for.
         neighbour(&control).map_err(at("set the gateway's hardware address"))?;
     }
+    LEFT_UP.store(up.into(), Ordering::Relaxed);
     Ok(())
 }
 

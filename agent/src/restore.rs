@@ -80,7 +80,7 @@ impl<'a> Request<'a> {
         names.machine_id.put(format!("{}\n", self.machine_id).as_bytes())?;
         names.boot_id.put(format!("{}\n", self.boot_id).as_bytes())?;
         // A guest whose root has renamed or unbound it wakes up all the same.
-        match self.network.map_or(Ok(()), network::set) {
+        match self.network.map_or(Ok(()), network::restore) {
             Err(failure) if failure.code == "not_found" => Ok(()),
             done => done,
         }

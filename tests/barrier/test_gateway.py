@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import ssl
 import struct
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents import limits
 from tests.barrier import gate as lab
 from tests.barrier.authority import Authority
 from tests.barrier.gate import Gate, Joined, Origin, ask_dns, everything, get, question, resolve
@@ -159,7 +161,8 @@ def test_a_denied_request_is_told_why_and_the_way_out(box: tuple[Joined, Guest])
     assert "content-type: text/plain" in answer
     assert "network policy" in answer
     assert "Way out" in answer
-    assert '"public"' in answer
+    assert 'Sandbox(network="public")' in answer
+    assert "--net public" in answer
     record = joined.audited(kind="connection", verdict="deny")
     assert (record["address"], record["port"], record["protocol"]) == (ELSEWHERE, 80, "http")
     assert record["name"] == "example.com"
@@ -442,6 +445,24 @@ def test_an_end_of_the_machine_ends_everything(box: tuple[Joined, Guest], gate: 
                 sock.recv(10)
         after = gate.ask("stats")
         assert (after["sandboxes"], after["flows"]) == (0, 0)
+
+
+def test_what_was_summed_up_is_written_when_it_is_told_to_end(box: tuple[Joined, Guest], gate: Gate) -> None:
+    joined, guest = box
+    count = limits.AUDIT_BURST + 500
+    with guest.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("198.19.255.1", 53))
+        for number in range(count):
+            sock.send(question("denied.example.com", ident=number))
+            sock.recv(4_096)
+    assert gate.worker.pid is not None
+    os.kill(gate.worker.pid, signal.SIGTERM)
+
+    def written() -> int:
+        return sum(record.get("repeated", 1) for record in joined.audit(kind="dns"))
+
+    eventually(lambda: written() == count, 10)
+    eventually(lambda: gate.worker.up, 30)
 
 
 def test_leave_forgets_names_and_keeps_the_audit(box: tuple[Joined, Guest], gate: Gate, web: Origin) -> None:

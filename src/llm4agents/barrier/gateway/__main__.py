@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures.thread  # noqa: F401  (asyncio and ssl import on first use, which may be too late: see `harden`)
 import gc
 import os
+import signal
 import ssl  # noqa: F401
 import traceback  # noqa: F401
 from typing import Any
@@ -37,6 +38,9 @@ async def main() -> None:
 
     asyncio.get_running_loop().set_exception_handler(unforeseen)
     side = Side(gateway.ops, sandboxes=lambda: gateway.sandboxes)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, side.stop
+    )  # what is summed up is written first
     try:
         await side.run(hardened=True)
     finally:

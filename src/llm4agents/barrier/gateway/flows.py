@@ -218,7 +218,15 @@ class Flow:
             self.first = await first.look(self.client, limits.DENIED_FIRST_BYTES_S)
             self.protocol = self.first.protocol if self.first.protocol != "nothing" else None
         self._write("deny", rule=rule, reason=reason)
-        await self._tell(status, words.denied(self.what, rule, reason), ours=True)
+        profile = self.box.policy.network.profile
+        host = (
+            self.asked.name
+            or (self.first.name if self.first is not None else None)
+            or str(self.asked.address)
+        )
+        port = "" if self.asked.port in (80, 443) else f":{self.asked.port}"
+        text = words.denied(self.what, rule, reason, profile, f"{host}{port}")
+        await self._tell(status, text, ours=True)
 
     async def _fail(self, error: DialError, status: int | None = None) -> None:
         self._write("allow", reason=error.reason)

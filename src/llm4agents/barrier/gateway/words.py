@@ -8,13 +8,21 @@ _TEXTS = {400: "Bad Request", 403: "Forbidden", 431: "Request Header Fields Too 
           503: "Service Unavailable", 504: "Gateway Timeout"}  # fmt: skip
 
 
-def denied(what: str, rule: str, reason: str) -> str:
-    """`reason` is policy's sentence, which names the way out."""
-    return (
+def denied(what: str, rule: str, reason: str, profile: str, host: str) -> str:
+    """`reason` is policy's sentence, which names the way out of this sandbox; what follows is for the next one."""
+    text = (
         f"LLM4Agents sandbox: {what} is not allowed by this sandbox's network policy.\n\n"
         f"reason: {reason}\n"
         f"rule:   {rule}\n"
     )
+    if profile == "none":
+        text += (
+            "\nA sandbox has no network unless it is made with one:\n"
+            f'  Python:       Sandbox(network="public"), or network=["allow {host}"]\n'
+            f'  command line: --net public, or --net "allow {host}"\n'
+            f'  while it runs: sandbox.update_network(["allow {host}"])\n'
+        )
+    return text
 
 
 def failed(what: str, reason: str) -> str:

@@ -387,3 +387,24 @@ def test_sdk_and_command_line_say_the_same(node: Node, origin: Origin) -> None:
             *("create", "-t", "base", "--memory-mib", "256"), "--net", rule, "--rewrite", rewrite, "--json"
         )
         assert made.returncode == 0 and rule in made.stdout, made
+
+
+def test_a_gateway_that_cannot_start_is_a_problem_that_is_told_and_mended(
+    nodes: Callable[..., Node], origin: Origin
+) -> None:
+    node = nodes()
+    (node.state / "barrier").mkdir(parents=True, mode=0o700)
+    in_the_way = node.state / "barrier" / "gateway"
+    in_the_way.write_text("")
+    node.start()
+    sandbox = node.create(**SMALL, network=origin.network)
+
+    def told() -> str | None:
+        problem = node.call("GET", f"/v1/sandboxes/{sandbox}/network")["problem"]
+        return None if problem is None else str(problem)
+
+    assert "gateway" in eventually(told, 30)
+    assert node.exec(sandbox, "echo here")["stdout"] == "here\n"
+    in_the_way.unlink()
+    eventually(lambda: told() is None, 60)
+    assert reaches(node, sandbox)

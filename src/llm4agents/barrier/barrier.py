@@ -66,6 +66,8 @@ class _Entry:
     values_known: bool = False
     """Whether the interceptor has the secrets as they are now."""
     left: bool = False
+    problem: str | None = None
+    """Why a worker has not been told what it should be."""
     retry: asyncio.Task[None] | None = None
 
 
@@ -113,7 +115,6 @@ class Barrier:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._checking: asyncio.Task[str | None] | None = None
         self._checked_s = 0.0
-        self.intercept_problem: str | None = None
 
     def _worker(self, spec: Spec, on_up: workers.OnUp | None = None) -> Worker:
         return Worker(
@@ -284,6 +285,11 @@ class Barrier:
     def has(self, sandbox: str) -> bool:
         return sandbox in self._entries
 
+    def problem(self, sandbox: str) -> str | None:
+        """Why what is wanted of it is not in force everywhere; None when it is, or is about to be."""
+        entry = self._entries.get(sandbox)
+        return None if entry is None else entry.problem
+
     async def rotated(self, name: str) -> None:
         """A secret has another value, or none: those that use it get what there is now."""
         users = [(key, entry) for key, entry in self._entries.items() if name in entry.wish.secrets]
@@ -303,10 +309,6 @@ class Barrier:
     @property
     def gateway_up(self) -> bool:
         return self._gateway.up
-
-    async def prepare_interceptor(self) -> None:
-        """Have its environment built, which takes a while the first time. Raises HostSetupError."""
-        await self._parts.interpreter()
 
     # -- making the workers agree -------------------------------------------------------------------------
 
@@ -329,6 +331,7 @@ class Barrier:
                     cut += done
                 except (WorkerError, LLM4AgentsError) as error:
                     problem = problem or error
+        entry.problem = None if problem is None else _words(problem)
         if problem is not None:
             log.warning("join_failed", sandbox=sandbox, error=_words(problem))
             if entry.retry is None or entry.retry.done():
@@ -418,16 +421,11 @@ class Barrier:
     async def _interceptor(self) -> Worker:
         """The interceptor, up, with the CA, and known to the gateway. Raises HostSetupError."""
         async with self._starting_intercept:
-            try:
-                if self._intercept is None:
-                    python = await self._parts.interpreter()
-                    spec = Spec("intercept", INTERCEPT, python=str(python), dials=True)
-                    self._intercept = self._worker(spec, self._intercept_up)
-                await self._intercept.start()
-                self.intercept_problem = None
-            except LLM4AgentsError as error:
-                self.intercept_problem = error.message
-                raise
+            if self._intercept is None:
+                python = await self._parts.interpreter()
+                spec = Spec("intercept", INTERCEPT, python=str(python), dials=True)
+                self._intercept = self._worker(spec, self._intercept_up)
+            await self._intercept.start()
         await self._up(self._gateway)
         await self._introduce()
         return self._intercept

@@ -296,10 +296,7 @@ class Networks:
             return None
         if not self.linked(row.id):
             return await self.barrier.available() or "its machine was started without a link"
-        if _needs(row) and self.barrier.intercept_problem is not None:
-            asked = await self._compiled(_network_of(row))
-            return self.barrier.intercept_problem if asked.wish.intercepts else None
-        return None
+        return self.barrier.problem(row.id)
 
     # -- what the barrier asks for ------------------------------------------------------------------------
 

@@ -203,6 +203,12 @@ AUDIT_RECORDS_PER_S: Final = 50
 AUDIT_BURST: Final = 2_000
 AUDIT_BYTES_MAX: Final = 33_554_432
 CAPTURE_BYTES_MAX: Final = 268_435_456
+CAPTURE_BYTES_DEFAULT: Final = 67_108_864
+CAPTURE_BYTES_MIN: Final = 65_536
+CAPTURES_KEPT_MAX: Final = 64
+"""Of one node, those under way and those of sandboxes that have ended."""
+AUDIT_RECORDS_MAX: Final = 10_000
+"""In one answer."""
 WORKER_IDLE_EXIT_S: Final = 60.0
 """A worker of the barrier without a server and without a sandbox leaves after this."""
 WORKER_START_TIMEOUT_S: Final = 30.0

@@ -101,6 +101,10 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+class Capture(Body):
+    bytes_max: int | None = None
+
+
 class Timeout(Body):
     timeout_s: IdleSeconds | None = None
     on_timeout: OnTimeout | None = None

@@ -116,6 +116,10 @@ class Barrier:
         self._checking: asyncio.Task[str | None] | None = None
         self._checked_s = 0.0
 
+    def worker(self, spec: Spec, on_up: workers.OnUp) -> Worker:
+        """One more worker, for a capture; the caller's to start and close."""
+        return self._worker(spec, on_up)
+
     def _worker(self, spec: Spec, on_up: workers.OnUp | None = None) -> Worker:
         return Worker(
             spec,

@@ -100,8 +100,8 @@ GROUPS = {
     ),
     "net": (
         "network",
-        ("show", "set_", "why"),
-        "What a sandbox may reach: shown, changed while it runs, explained.",
+        ("show", "set_", "why", "log", "capture"),
+        "What a sandbox may reach: shown, changed while it runs, explained; what it tried, and its packets.",
     ),
     "secret": (
         "secrets",

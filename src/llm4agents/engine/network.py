@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import structlog
 
 from llm4agents import __version__
-from llm4agents.barrier import addresses
+from llm4agents.barrier import addresses, audit_read
 from llm4agents.barrier.addresses import Address
 from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
+from llm4agents.barrier.capture.captures import Captures
 from llm4agents.barrier.intercept import environment
 from llm4agents.barrier.judging import Floor
 from llm4agents.barrier.link.links import SPEC as LINK
@@ -47,11 +48,13 @@ from llm4agents.errors import (
 from llm4agents.guest.verbs import Agent
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow, Store
+from llm4agents.store.store import TERMINAL
 from llm4agents.vmm import procfs, shim, uids
 from llm4agents.vmm.base import MachineRecord
 
 log = structlog.get_logger()
 
+AUDIT_KINDS, Wanted = audit_read.KINDS, audit_read.Wanted
 NONE: dict[str, Any] = Network().to_json()
 POLICIES_KEPT = 256
 RESOLVE_TIMEOUT_S = 2.0
@@ -94,6 +97,9 @@ class Networks:
             version=__version__,
             user=_user,
         )
+        self.captures = Captures(
+            settings.state, self.barrier.worker, self._sockets, self.barrier.packet_socket
+        )
         secrets.on_change.append(self.barrier.rotated)
 
     # -- its life -----------------------------------------------------------------------------------------
@@ -107,6 +113,7 @@ class Networks:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.captures.close(keep=keep)
         await self.barrier.close(keep=keep)
         self._sweep()
 
@@ -116,6 +123,7 @@ class Networks:
             for path in directory.iterdir() if directory.is_dir() else []:
                 if not wanted(path.name.partition(".")[0]):
                     path.unlink(missing_ok=True)
+        self.captures.sweep(self._known)
 
     def _known(self, sandbox: str) -> bool:
         return self._store.get(sandbox) is not None
@@ -230,10 +238,12 @@ class Networks:
         """It runs from now on: it joins, in the background."""
         if self.linked(row.id) and self._settings.barrier != "off":
             self._spawn(self._join(row))
+            self.captures.entered(row.id)
 
     def left(self, sandbox: str, *, forget: bool) -> None:
         """It has paused, or (`forget`) ended."""
         self.barrier.leave(sandbox, forget=forget)
+        self.captures.left(sandbox)
 
     async def _join(self, row: SandboxRow) -> None:
         tries = 0
@@ -289,7 +299,40 @@ class Networks:
             "network": row.network or NONE,
             "link": row.state == "running" and self.linked(row.id),
             "problem": await self._problem(row),
+            "capture": await self.captures.state(row.id),
         }
+
+    # -- what is told of it -------------------------------------------------------------------------------
+
+    async def log(self, row: SandboxRow, wanted: audit_read.Wanted, limit: int) -> list[dict[str, Any]]:
+        """The newest `limit` records of its audit that are wanted, oldest first; also of one that has ended."""
+        return await asyncio.to_thread(audit_read.read, self.audit, row.id, wanted, limit)
+
+    def follow(
+        self, row: SandboxRow, wanted: audit_read.Wanted, limit: int
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The same, and then what comes, until the sandbox has ended."""
+
+        def over() -> bool:
+            found = self._store.get(row.id)
+            return found is None or found.state in TERMINAL
+
+        return audit_read.follow(self.audit, row.id, wanted, limit, over)
+
+    async def capture(self, row: SandboxRow, bytes_max: int | None) -> None:
+        """Capture its packets from now on (a paused one's from its resume on).
+
+        Raises InvalidRequestError, CapacityError, HostSetupError, ConflictError when its machine has no link.
+        """
+        if row.state in TERMINAL:
+            raise ConflictError(f"{row.id} has ended", hint="net capture -o still gives what was captured")
+        running = row.state == "running"
+        if running and not self.linked(row.id):
+            raise ConflictError(
+                f"{row.id} has no link to capture: {await self._problem(row)}",
+                hint="pause and resume it, once llm4agents doctor is content",
+            )
+        await self.captures.start(row.id, bytes_max, running=running)
 
     async def _problem(self, row: SandboxRow) -> str | None:
         if row.state != "running":

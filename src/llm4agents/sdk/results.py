@@ -358,6 +358,8 @@ class NetworkInfo:
     """Why it is not as it should be; None when all is well."""
     cut: int = 0
     """Of an update: connections that ended for it."""
+    capture: dict[str, Any] | None = None
+    """What `sandbox.network.capture()` returns; None when nothing was captured."""
 
 
 def network_info(body: dict[str, Any]) -> NetworkInfo:
@@ -366,6 +368,7 @@ def network_info(body: dict[str, Any]) -> NetworkInfo:
         bool(body.get("link")),
         body.get("problem"),
         int(body.get("cut") or 0),
+        body.get("capture"),
     )
 
 

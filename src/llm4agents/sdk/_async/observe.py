@@ -7,6 +7,7 @@ from typing import Any
 
 from llm4agents.errors import ConnectionLostError, LLM4AgentsError
 from llm4agents.sdk import _wire
+from llm4agents.sdk._async.network import AsyncNetwork
 from llm4agents.sdk._async.transport import AsyncTransport, transport
 
 
@@ -78,6 +79,10 @@ class AsyncObserver:
         """Jobs of every sandbox, newest first."""
         params = {"state": state, "limit": 1000}
         return list((await self._transport.json("GET", "/v1/jobs", params=params)).get("data") or ())
+
+    def network(self, sandbox: str) -> AsyncNetwork:
+        """The network of a sandbox, also of one that has ended: its audit and what was captured are kept."""
+        return AsyncNetwork(self._transport, sandbox)
 
     async def logs(self, sandbox: str, *, follow: bool = False) -> AsyncIterator[dict[str, Any]]:
         """What the server did with a sandbox and what its console said, oldest first; with `follow` as it comes,

@@ -8,6 +8,7 @@ from typing import Any
 
 from llm4agents.errors import ConnectionLostError, LLM4AgentsError
 from llm4agents.sdk import _wire
+from llm4agents.sdk._sync.network import Network
 from llm4agents.sdk._sync.transport import Transport, transport
 
 
@@ -79,6 +80,10 @@ class Observer:
         """Jobs of every sandbox, newest first."""
         params = {"state": state, "limit": 1000}
         return list((self._transport.json("GET", "/v1/jobs", params=params)).get("data") or ())
+
+    def network(self, sandbox: str) -> Network:
+        """The network of a sandbox, also of one that has ended: its audit and what was captured are kept."""
+        return Network(self._transport, sandbox)
 
     def logs(self, sandbox: str, *, follow: bool = False) -> Iterator[dict[str, Any]]:
         """What the server did with a sandbox and what its console said, oldest first; with `follow` as it comes,

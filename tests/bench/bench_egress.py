@@ -7,7 +7,7 @@ one run. `splice_rps`: small requests a second over kept connections through the
 relay). `create_ratio`: on-demand create with network `public` / on another server without any barrier
 (`LLM4AGENTS_BARRIER=off`), medians of creates by turns; `guest_mib_per_s`: what a real guest reads from an origin on
 this host through its NIC and the gateway. `mib_per_sandbox`: the gateway's whole memory / 200 sandboxes that each have
-a name, a request behind them and a kept connection.
+a name, a request behind them and a kept connection. `intercept_ratio`: `egress_intercept`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from llm4agents.barrier.link.links import Link, Planted
 from llm4agents.config import settings
 from tests.barrier import gate as lab
 from tests.barrier.gate import Gate, Joined
+from tests.bench import egress_intercept
 from tests.bench.common import finish, percentile
 
 SIZE = 256 << 20
@@ -383,7 +384,7 @@ def memory(pid: int | None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=["splice", "many", "create"])
+    parser.add_argument("--only", choices=["splice", "many", "create", "intercept"])
     parser.add_argument("--template", default="base")
     options = parser.parse_args()
     only = options.only
@@ -396,6 +397,8 @@ def main() -> None:
             result |= many(port)
         if only in (None, "create"):
             result |= create(port, options.template)
+    if only in (None, "intercept"):
+        result |= egress_intercept.intercept()
     finish(result)
 
 

@@ -19,17 +19,12 @@ START_BYTES = 8
 
 def forms(secret: str, users: Iterable[str] = ()) -> set[bytes]:
     """The ways `secret` can be written down: as it is, base64 (of it, of `user:secret`, as a part of something longer),
-    percent-encoded, JSON-escaped, hexadecimal."""
+    percent-encoded, escaped in JSON and HTML."""
     raw = secret.encode()
     if not raw:
         return set()
-    derived = {raw.hex().encode(), raw.hex().upper().encode()}
-    for text in (
-        quote(secret, safe=""),
-        quote(secret),
-        quote_plus(secret),
-        "".join(f"%{byte:02X}" for byte in raw),
-    ):
+    derived: set[bytes] = set()
+    for text in (quote(secret, safe=""), quote(secret), quote_plus(secret)):
         derived |= {text.encode(), re.sub(r"%..", lambda match: match[0].lower(), text).encode()}
     for text in (json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]):
         derived |= {text.encode(), text.replace("/", "\\/").encode()}
@@ -59,6 +54,8 @@ class Patterns:
 
     def __init__(self, wanted: Iterable[bytes]) -> None:
         self.forms = tuple(sorted({form for form in wanted if form}, key=lambda form: (-len(form), form)))
+        # What contains another form needs no search of its own.
+        self._least = [form for form in self.forms if not any(f != form and f in form for f in self.forms)]
         starts = sorted({form[:START_BYTES] for form in self.forms})
         self._starts = re.compile(b"|".join(map(re.escape, starts)))
         self._reach = max(map(len, self.forms), default=1) - 1
@@ -68,14 +65,15 @@ class Patterns:
 
     def strike(self, data: bytes) -> bytes:
         """Of something whole. Overlapping forms are struck together."""
-        out: bytearray | None = None
+        if not any(form in data for form in self._least):
+            return data
+        out = bytearray(data)
         for form in self.forms:
             at = data.find(form)
             while at >= 0:
-                out = out or bytearray(data)
                 out[at : at + len(form)] = b"*" * len(form)
                 at = data.find(form, at + 1)
-        return data if out is None else bytes(out)
+        return bytes(out)
 
     def tail(self, data: bytes) -> int:
         """How many bytes at the end of `data` may be the beginning of a form."""

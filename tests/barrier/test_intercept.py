@@ -141,6 +141,7 @@ def test_a_denied_request_is_told_why(site: Any) -> None:
         answer = client.get("/allowed/x", "api.example.com", method="POST", body=b"x" * 100_000)
         assert answer.status == 403 and answer.headers["connection"] == "close" and answer.read()
     assert [asked.target for asked in here.origin.asked] == ["/allowed/x", "/allowed/y"]
+    eventually(lambda: len(here.records()) == 4)
     denied = [record for record in here.records() if record["verdict"] == "deny"]
     assert [record["status"] for record in denied] == [403, 403]
 
@@ -1007,6 +1008,7 @@ def test_sigv4_is_signed_anew(site: Any) -> None:
             )
             assert KEYS["session_token"] not in text and (asked.get("Authorization") or "")[-64:] not in text
         assert [name.lower() for name, _ in asked.headers].count("authorization") == 1
+    eventually(lambda: len(here.records()) == 5)
     assert all(record["credentials"] == ["role"] for record in here.records())
 
 

@@ -196,6 +196,7 @@ class Cache:
     def du(self) -> list[Usage]:
         """Disk use by part: each template, blobs, what is being made, the rest."""
         parts = [("blobs", self.root / "blobs"), ("tmp", self.tmp), ("build", self.root / "build")]
+        parts += [("protected paths", self.root / "protect")]
         if self.templates.is_dir():
             parts += [(f"template {p.name}", p) for p in sorted(self.templates.iterdir()) if p.is_dir()]
         return [Usage(name, path, tree_bytes(path)) for name, path in parts if path.exists()]

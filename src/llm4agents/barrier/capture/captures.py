@@ -63,6 +63,8 @@ class Captures:
                 f"bytes_max={bytes_max}: {limits.CAPTURE_BYTES_MIN:,} to {limits.CAPTURE_BYTES_MAX:,} are possible"
             )
         if self._wanted(sandbox) is not None:
+            if running and sandbox not in self._workers:  # it could not be resumed: once more
+                await self._run(sandbox)
             return
         self._make_room()
         self._clear(sandbox)

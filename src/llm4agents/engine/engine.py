@@ -142,7 +142,8 @@ class Engine(Acts):
         for directory in (self.places.machines, self.places.sandboxes):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.networks.start()
-        await asyncio.to_thread(self.templates.cache.sweep)
+        # What a dead builder left may be a whole Debian: a slow disk takes minutes to forget it.
+        self._spawn(asyncio.to_thread(self.templates.cache.sweep))
         self.meter.leave_out_stops(self.places.run)
         for live in await adoption.adopt_all(self.node):
             self.admission.hold(live.row.id, live.row.memory_mib)

@@ -83,11 +83,34 @@ class _GuestTls(tls.ClientTLSLayer):
 
 
 class _CountingWriter(asyncio.StreamWriter):
+    """Counts, and sends what one turn of the loop writes at once: an answer's head and body are two writes."""
+
     sent = 0
+    _pending: list[bytes] | None = None
 
     def write(self, data: Any) -> None:
         self.sent += len(data)
-        super().write(data)
+        if self._pending is None:
+            self._pending = []
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append(data)
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending:
+            super().write(b"".join(pending))
+
+    async def drain(self) -> None:
+        self._flush()
+        await super().drain()
+
+    def write_eof(self) -> None:
+        self._flush()
+        super().write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        super().close()
 
 
 async def _streams(sock: socket.socket) -> tuple[asyncio.StreamReader, _CountingWriter]:

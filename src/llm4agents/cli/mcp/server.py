@@ -31,9 +31,10 @@ R = TypeVar("R")
 READ_BYTES = 262_144
 INSTRUCTIONS = """\
 Runs code, commands and servers in a Linux microVM of its own: a Debian system with its own kernel, disk and
-processes, apart from the user's machine, and without network access. Calls that name no sandbox_id share one default
-sandbox, which is made when it is first needed and ends with this conversation; variables, files and processes stay in
-it between calls. Relative paths start at /home/user. Copy results that must outlive it out of it.\
+processes, apart from the user's machine, and with no network access but what the user has allowed, usually none: what
+is refused says why. Calls that name no sandbox_id share one default sandbox, which is made when it is first needed and
+ends with this conversation; variables, files and processes stay in it between calls. Relative paths start at
+/home/user. Copy results that must outlive it out of it.\
 """
 
 Which = Annotated[str | None, Field(description="A sandbox's id; leave it out for the default sandbox.")]

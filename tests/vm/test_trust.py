@@ -307,9 +307,13 @@ def test_a_template_of_another_node_is_refused_where_tls_is_intercepted_and_only
         pytest.skip("links need root here")
     cache = tmp_path / "cache"
     cache.mkdir()
-    shared = config.settings().cache / "intercept"
-    shared.mkdir(exist_ok=True)
-    (cache / "intercept").symlink_to(shared)  # the interceptor's environment takes a minute to make
+    for name in (
+        "build",
+        "intercept",
+    ):  # our binaries; the interceptor's environment, which takes a minute to make
+        shared = config.settings().cache / name
+        shared.mkdir(exist_ok=True)
+        (cache / name).symlink_to(shared)
     node = nodes(cache=cache, LLM4AGENTS_CA=str(tmp_path / "ca")).start()
     node.call("POST", "/v1/templates/import", json={"file": str(bundle)})
     node.call("PUT", "/v1/secrets/TOKEN", json={"value": "value-of-it"})

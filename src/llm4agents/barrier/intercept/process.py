@@ -51,6 +51,10 @@ class Gateway:
         self._writing = False
         asyncio.get_running_loop().add_reader(sock, self._read)
 
+    @property
+    def alive(self) -> bool:
+        return self._sock.fileno() >= 0
+
     def close(self) -> None:
         if self._sock.fileno() >= 0:
             loop = asyncio.get_running_loop()
@@ -196,6 +200,10 @@ class Interceptor:
             raise Refused(f"no sandbox {message.get('sandbox')!r} here: join it first")
         return box
 
+    def served(self) -> list[str]:
+        """Whom this process stays for: without a gateway nobody can come, and ends of sandboxes are not told here."""
+        return list(self.boxes) if self.gateway is not None and self.gateway.alive else []
+
     # -- flows --------------------------------------------------------------------------------------------
 
     def begin(self, gateway: Gateway, message: dict[str, Any], client: socket.socket) -> None:
@@ -262,7 +270,7 @@ class _Quiet(logging.Handler):
 
 
 async def _run(interceptor: Interceptor) -> None:
-    side = Side(interceptor.ops(), sandboxes=lambda: list(interceptor.boxes))
+    side = Side(interceptor.ops(), sandboxes=interceptor.served)
     ticking = asyncio.create_task(interceptor.tick())
     try:
         await side.run()

@@ -19,9 +19,10 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 from tests.barrier.authority import Authority
 from tests.barrier.origins import Origins
 from tests.barrier.world import HOST, HOST6, NAMES, WORLD, WORLD6, Arrival, Mark, Packet, Query, dissect
+from tests.support import eventually
 
 T = TypeVar("T")
 
@@ -43,6 +45,8 @@ _DNS_TYPES = {
     65: "HTTPS",
     255: "ANY",
 }
+_SETTLED = b"\x88\xb5"
+"""The EtherType of the lab's own frames (for experiments: IEEE 802)."""
 # Everything but the TCP packets that open nothing: a gigabyte streamed through is no news to the witness.
 _FILTER = (
     (0x28, 0, 0, 12), (0x15, 0, 8, 0x800), (0x30, 0, 0, 23), (0x15, 0, 6, 6), (0x28, 0, 0, 20), (0x45, 4, 0, 0x1FFF),
@@ -191,7 +195,9 @@ class Lab:
         """Of a server in the lab: it trusts the lab's authority and no other, and has no proxy."""
         empty = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
         return {
-            "SSL_CERT_FILE": str(self.authority.certificate),
+            **dict.fromkeys(
+                ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), str(self.authority.certificate)
+            ),
             "SSL_CERT_DIR": str(self.home / "no-certificates"),
             **dict.fromkeys(empty, ""),
             **{name.lower(): "" for name in empty},
@@ -256,6 +262,12 @@ class Lab:
         with self.lock:
             return Mark(len(self.arrivals), self.seen, len(self.queries))
 
+    def settle(self) -> None:
+        """Returns when the witness has seen all that had left the host by now."""
+        nonce = os.urandom(16)
+        self.send_frame(bytes(12) + _SETTLED + nonce)
+        eventually(lambda: any(packet.payload[:16] == nonce for packet in list(self.packets)[-200:]))
+
     def arrived(self, since: Mark, **what: Any) -> list[Arrival]:
         """At listeners since then, with those attributes."""
         with self.lock:
@@ -282,6 +294,8 @@ class Lab:
     def _own_chatter(self, packet: Packet) -> bool:
         if packet.protocol == "arp":
             return packet.source == HOST
+        if packet.raw[12:14] == _SETTLED:
+            return True
         if packet.protocol == 58 and packet.payload[:1] in (b"\x85", b"\x87", b"\x88", b"\x8f"):
             return packet.raw[6:12] == self.host_mac
         return (
@@ -392,3 +406,12 @@ class Lab:
         code = 0 if addresses is not None else 3
         head = raw[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, len(records), 0, 0)
         return head + raw[12 : at + 5] + b"".join(records)
+
+
+@contextlib.contextmanager
+def laboratory() -> Iterator[Lab]:
+    """A lab in a directory of its own, which the barrier's unprivileged processes can read."""
+    with tempfile.TemporaryDirectory(prefix=f"lab-{os.getpid()}-") as home:
+        Path(home).chmod(0o755)
+        with Lab(Path(home)) as lab:
+            yield lab

@@ -139,13 +139,17 @@ class Conversation:
         return version == "HTTP/1.1" and (arrival.header("connection") or "").lower() != "close"
 
     def body(self, arrival: Arrival) -> Iterator[bytes]:
-        """As this origin frames it: te.example.com minds Transfer-Encoding alone, cl.example.com Content-Length."""
-        chunked = "chunked" in (arrival.header("transfer-encoding") or "").lower()
-        length = int(arrival.header("content-length") or 0)
-        if arrival.address in NAMES["cl.example.com"]:
-            chunked = False
-        if arrival.address in NAMES["te.example.com"] and not chunked:
-            length = 0
+        """As this origin frames it. They differ where a message says two things: te.example.com sees "chunked" in
+        whatever looks like it and heeds it, cl.example.com heeds the last Content-Length, all others the standard."""
+        coding = (arrival.header("transfer-encoding") or "").lower()
+        lengths = [value for name, value in arrival.headers if name.lower() == "content-length"]
+        chunked, length = coding == "chunked", int(lengths[0]) if lengths else 0
+        if arrival.address in NAMES["te.example.com"]:
+            chunked = any(
+                "chunked" in value.lower() for name, value in arrival.headers if "encoding" in name.lower()
+            )
+        if arrival.address in NAMES["cl.example.com"] and lengths:
+            chunked, length = False, int(lengths[-1])
         if arrival.header("expect"):
             self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if chunked:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.barrier.lab import Lab
+from tests.barrier.lab import Lab, laboratory
 from tests.barrier.world import HOST, WORLD
-from tests.support import eventually
 
 pytestmark = [
     pytest.mark.root,
@@ -19,8 +18,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(tmp_path_factory.mktemp("lab")) as lab:
+def lab() -> Iterator[Lab]:
+    with laboratory() as lab:
         yield lab
     assert not lab.host.exists()
 
@@ -36,7 +35,8 @@ def test_every_address_answers_and_says_which_it_is(lab: Lab) -> None:
         mark = lab.mark()
         assert lab.dial(address, 22) == b"lab ready\n"
         assert [one.address for one in lab.arrived(mark, kind="tcp", port=22)] == [address]
-        eventually(lambda mark=mark, to=address: to in {packet.destination for packet in lab.left(mark)})
+        lab.settle()
+        assert address in {packet.destination for packet in lab.left(mark)}
 
 
 def test_names_resolve_as_a_test_wants_and_queries_are_seen(lab: Lab) -> None:
@@ -68,7 +68,8 @@ def test_packets_of_any_kind_are_witnessed(lab: Lab) -> None:
     lab.send("8.8.8.8", 443, b"datagram")
     lab.send("2001:db8:77::1", 443, b"datagram of six")
     lab.send_frame(bytes(12) + b"\x88\xcc" + b"frame of another kind")
-    packets = eventually(lambda: (found := lab.left(mark)) and len(found) >= 3 and found)
+    lab.settle()
+    packets = lab.left(mark)
     assert {bytes(packet.payload) for packet in packets} >= {
         b"datagram",
         b"datagram of six",

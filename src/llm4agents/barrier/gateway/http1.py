@@ -15,6 +15,7 @@ from dataclasses import dataclass
 HEAD_BYTES_MAX = 32_768
 _METHOD_BYTES_MAX = 24
 _HEADERS_MAX = 200
+_NO_REQUEST = "a request line that is not METHOD TARGET HTTP/1.x"
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _STARTS = re.compile(rb"[A-Z][A-Z!#$%&'*+.^_`|~0-9a-z-]*")
 _LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e]+) HTTP/1\.([01])")
@@ -68,11 +69,14 @@ def examine(data: bytes) -> Head | None:
     if end < 0:
         if len(data) >= HEAD_BYTES_MAX:
             raise Refused(f"a request head of more than {HEAD_BYTES_MAX} bytes", 431)
+        line_end = data.find(b"\r\n")
+        if line_end >= 0 and not _LINE.fullmatch(data[:line_end]):
+            raise Refused(_NO_REQUEST)  # `EHLO x`: else it would wait for a head that does not come
         return None
     lines = data[:end].split(b"\r\n")
     line = _LINE.fullmatch(lines[0])
     if line is None:
-        raise Refused("a request line that is not METHOD TARGET HTTP/1.x")
+        raise Refused(_NO_REQUEST)
     method, target, minor = line[1].decode("ascii"), line[2].decode("ascii"), line[3]
     return _judge(method, target, minor == b"1", _headers(lines[1:]))
 

@@ -47,6 +47,12 @@ def test_a_body_may_follow_and_a_websocket_is_seen() -> None:
     assert examine(head(first="OPTIONS * HTTP/1.1")) is not None
 
 
+def test_what_is_no_request_is_not_waited_for() -> None:
+    for raw in (b"EHLO there\r\n", b"USER a b c\r\nPASS", b"GET /a\r\nHost: x\r\n"):
+        with pytest.raises(Refused, match="request line"):
+            examine(raw)
+
+
 def test_half_a_head_is_none_yet() -> None:
     raw = head("Accept: */*")
     for end in range(len(raw)):

@@ -146,6 +146,28 @@ def test_a_denied_request_is_told_why(site: Any) -> None:
     assert [record["status"] for record in denied] == [403, 403]
 
 
+def test_a_denied_request_ends_the_connection_when_asked_to(site: Any) -> None:
+    here = site(rules=("allow GET HOST/open*",))
+    for head in ("HTTP/1.1\r\nConnection: close", "HTTP/1.0"):
+        with here.client() as client:
+            client.send(f"GET /closed {head}\r\nHost: api.example.com\r\n\r\n")
+            answer = client.rest()
+            assert answer.startswith(b"HTTP/1.1 403") and b"connection: close" in answer
+
+
+def test_a_method_in_disguise_is_judged_too(site: Any) -> None:
+    here = site(rules=("allow GET,POST HOST",))
+    for name in ("X-HTTP-Method-Override", "x-http-method", "X-Method-Override"):
+        with here.client() as client:
+            ask = "POST / HTTP/1.1\r\nHost: api.example.com\r\nContent-Length: 0\r\nConnection: close\r\n"
+            client.send(f"{ask}{name}: delete\r\n\r\n")
+            assert client.rest().startswith(b"HTTP/1.1 403")
+        with here.client() as client:
+            client.send(f"{ask}{name}: GET\r\n\r\n")
+            assert client.rest().startswith(b"HTTP/1.1 200")
+    assert len(here.origin.asked) == 3
+
+
 def test_basic(site: Any) -> None:
     here = site(credentials=[{"secret": "token", "as": "basic", "username": "git"}], token=SECRET)
     with here.client() as client:

@@ -10,6 +10,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,9 @@ class Exchange:
             path = self._where()
             request = self.request()
             verdict = self.box.policy.request(self.target, request)
+            for method in heads.overrides(self._head):
+                if verdict.allowed:  # as its server would act on it, it must be allowed too
+                    verdict = self.box.policy.request(self.target, replace(request, method=method))
             self.verdict = verdict
             if not verdict.allowed:
                 raise Denied(403, _denied(self.what, verdict.rule, verdict.reason))

@@ -173,6 +173,24 @@ def plain(head: Head, host: bytes) -> Fields:
     return fields
 
 
+_OVERRIDES = (b"x-http-method-override", b"x-http-method", b"x-method-override")
+
+
+def overrides(head: Head) -> list[str]:
+    """The methods that some servers would act by instead of the one in the request line. Raises BadHead."""
+    found = [value for name, value in head.fields if name.lower() in _OVERRIDES]
+    for value in found:
+        if not re.fullmatch(rb"[A-Za-z]{1,20}", value):
+            raise BadHead(400, "a header that overrides the method names none")
+    return [value.decode().upper() for value in found]
+
+
+def closes(head: Head) -> bool:
+    """Whether the guest expects the connection to end with the answer."""
+    wanted = _tokens(head.get(b"connection"))
+    return b"close" in wanted or (head.version == "1.0" and b"keep-alive" not in wanted)
+
+
 def _tokens(value: bytes | None) -> set[bytes]:
     return {token.strip().lower() for token in (value or b"").split(b",")}
 

@@ -134,7 +134,9 @@ class GuestHttp1(_http1.Http1Server):
             self.buf.maybe_extract_at_most(end)
             found = self._gate.admit(head)
             if isinstance(found, Refusal):
-                yield from self._refuse(found, head.length != 0, head_only=head.method == "HEAD")
+                # What has a body, or asks to be closed after the answer, is.
+                close = head.length != 0 or heads.closes(head)
+                yield from self._refuse(found, close, head_only=head.method == "HEAD")
                 continue
             yield from self._begin(head, found, event)
             return
@@ -160,8 +162,8 @@ class GuestHttp1(_http1.Http1Server):
         self.state = self.read_body
         yield from self.state(event)
 
-    def _refuse(self, refusal: Refusal, body: bool, *, head_only: bool = False) -> Commands:
-        close = refusal.close or body
+    def _refuse(self, refusal: Refusal, close: bool, *, head_only: bool = False) -> Commands:
+        close = refusal.close or close
         yield commands.SendData(
             self.conn, answer(refusal.status, refusal.text, close=close, head_only=head_only)
         )

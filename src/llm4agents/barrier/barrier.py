@@ -391,19 +391,21 @@ class Barrier:
     async def _agree_intercept(self, sandbox: str, entry: _Entry) -> int:
         wish = entry.wish
         if not wish.intercepts:
+            cut = 0
             if entry.intercept is not None and self._intercept is not None and self._intercept.up:
-                await self._ask(self._intercept, {"op": "leave", "sandbox": sandbox})
+                answer = await self._ask(self._intercept, {"op": "leave", "sandbox": sandbox})
+                cut = int(answer.get("cut") or 0)
             entry.intercept = None
-            return 0
+            return cut
         worker = await self._interceptor()
         epoch, told = self._intercept_epoch, entry.intercept
         if told is None or told[0] != epoch or told[1].secrets != wish.secrets:
             values = dict(await self._parts.secrets(wish.secrets))
-            await self._ask(
+            answer = await self._ask(
                 worker, {"op": "join", "sandbox": sandbox, "policy": dict(wish.policy), "secrets": values}
             )
             entry.intercept, entry.values_known = (epoch, wish), True
-            return 0
+            return int(answer.get("cut") or 0)
         cut = 0
         if told[1].policy != wish.policy:
             answer = await self._ask(

@@ -169,9 +169,11 @@ class Interceptor:
     async def _leave(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         wire.close(fds)
         box = self.boxes.pop(str(message.get("sandbox")), None)
+        cut = 0
         if box is not None:
+            cut = len(box.connections)
             box.end()
-        return {}
+        return {"cut": cut}
 
     async def _accept(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         if len(fds) != 1:

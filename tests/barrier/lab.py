@@ -47,12 +47,16 @@ _DNS_TYPES = {
 }
 _SETTLED = b"\x88\xb5"
 """The EtherType of the lab's own frames (for experiments: IEEE 802)."""
-# Everything but the TCP packets that open nothing: a gigabyte streamed through is no news to the witness.
+# Everything but those TCP packets of the host itself that open nothing: a gigabyte streamed through is no news to the
+# witness. tcpdump -dd 'not (src host HOST and tcp and tcp[13]&2=0 or src host HOST6 and ip6[6]=6 and ip6[53]&2=0)'
 _FILTER = (
-    (0x28, 0, 0, 12), (0x15, 0, 8, 0x800), (0x30, 0, 0, 23), (0x15, 0, 6, 6), (0x28, 0, 0, 20), (0x45, 4, 0, 0x1FFF),
-    (0xB1, 0, 0, 14), (0x50, 0, 0, 27), (0x45, 1, 0, 2), (0x6, 0, 0, 0), (0x6, 0, 0, 0x40000),
+    (0x28, 0, 0, 12), (0x15, 0, 9, 0x800), (0x20, 0, 0, 26), (0x15, 0, 23, 0xc6336402), (0x30, 0, 0, 23), (0x15,
+    0, 21, 6), (0x28, 0, 0, 20), (0x45, 19, 0, 0x1fff), (0xb1, 0, 0, 14), (0x50, 0, 0, 27), (0x45, 16, 15, 2),
+    (0x15, 15, 0, 0x806), (0x15, 14, 0, 0x8035), (0x15, 0, 13, 0x86dd), (0x20, 0, 0, 22), (0x15, 0, 11,
+    0x20010db8), (0x20, 0, 0, 26), (0x15, 0, 9, 0x10000), (0x20, 0, 0, 30), (0x15, 0, 7, 0), (0x20, 0, 0, 34),
+    (0x15, 0, 5, 2), (0x30, 0, 0, 20), (0x15, 0, 3, 6), (0x30, 0, 0, 67), (0x45, 1, 0, 2), (0x6, 0, 0, 0), (0x6,
+    0, 0, 0x40000),
 )  # fmt: skip
-
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.barrier.attacks.kit import frame, ip4, tcp_segment
 from tests.barrier.lab import Lab, laboratory
 from tests.barrier.world import HOST, WORLD
 
@@ -76,3 +77,12 @@ def test_packets_of_any_kind_are_witnessed(lab: Lab) -> None:
         b"frame of another kind",
     }
     assert {packet.source for packet in packets} >= {HOST}
+
+
+def test_what_belongs_to_no_connection_is_witnessed_too(lab: Lab) -> None:
+    mark = lab.mark()
+    lab.send_frame(frame(ip4("93.184.216.66", 6, tcp_segment("93.184.216.66", 80, flags=0x18, data=b"out"))))
+    lab.dial("93.184.216.34", 80, b"GET / HTTP/1.0\r\n\r\n")
+    lab.settle()
+    assert [one.payload for one in lab.left(mark) if one.destination == "93.184.216.66"] == [b"out"]
+    assert len([one for one in lab.left(mark) if one.destination == "93.184.216.34"]) == 1, "its SYN alone"

@@ -20,6 +20,12 @@ GATEWAY = "llm4agents.barrier.gateway"
 INTERCEPTOR = "llm4agents.barrier.intercept"
 
 
+def source_of(*functions: Callable[..., Any], **constants: Any) -> str:
+    """For `Guest.run_source`: functions that use each other, and the constants they use."""
+    lines = [f"{name} = {value!r}" for name, value in constants.items()]
+    return "\n".join([*lines, *(textwrap.dedent(inspect.getsource(one)) for one in functions)])
+
+
 class Guest:
     """One sandbox. `run` executes functions in it as root; `network` sets its policy; `audit` reads the record."""
 
@@ -56,9 +62,7 @@ class Guest:
     def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """`function(*args, **named)` inside the guest. It may use what the kit exports, and itself alone; arguments and
         answer are literals."""
-        source = None
-        if function.__module__ != kit.__name__:
-            source = textwrap.dedent(inspect.getsource(function))
+        source = None if function.__module__ == kit.__name__ else source_of(function)
         return self.run_source(source, function.__name__, *args, **named)
 
     def run_source(self, source: str | None, name: str, *args: Any, **named: Any) -> Any:

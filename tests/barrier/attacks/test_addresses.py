@@ -65,9 +65,8 @@ def test_literals_in_every_spelling(case: Case, spelling: str) -> None:
     case.nothing_arrived()
     case.denied(address=PUBLIC)
     case.guest.network([f"allow {PUBLIC}"])
-    assert case.guest.run(tcp, literal, 80, b"GET / HTTP/1.0\r\n\r\n", limit=20)["data"].startswith(
-        b"HTTP/1.1 200"
-    )
+    raw = f"GET / HTTP/1.1\r\nHost: {PUBLIC}\r\n\r\n".encode()
+    assert case.guest.run(raw_http, raw, host=literal, until=b"hello")["statuses"] == [200]
 
 
 @pytest.mark.parametrize("spelling", METADATA_SPELLINGS)

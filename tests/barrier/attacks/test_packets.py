@@ -6,11 +6,9 @@ same frame with honest fields is answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.barrier.attacks.guest import Case
+from tests.barrier.attacks.guest import Case, source_of
 from tests.barrier.attacks.kit import (
     BROADCAST,
     GATEWAY,
@@ -264,22 +262,13 @@ def test_six_by_hand(case: Case) -> None:
         got = exchange(*six_frames(), seconds=1.0)
         return [raw for raw in got if raw[12:14] == b"\x86\xdd"]
 
-    for helper in (six_frames,):
-        source = _with(helper, attack)
-        assert case.guest.run_source(source, "attack") == []
+    source = source_of(six_frames, attack, SIX=SIX, ROUTERS=ROUTERS, NODES=NODES)
+    assert case.guest.run_source(source, "attack") == []
     case.nothing_arrived()
     case.lab.send(SIX, 53, b"x")
     case.lab.settle()
     assert [one for one in case.lab.left(case.mark) if one.destination == SIX]
     still_served(case)
-
-
-def _with(*functions: Callable[..., object]) -> str:
-    import inspect
-    import textwrap
-
-    constants = f"SIX, ROUTERS, NODES = {SIX!r}, {ROUTERS!r}, {NODES!r}\n"
-    return constants + "\n".join(textwrap.dedent(inspect.getsource(one)) for one in functions)
 
 
 def send_many(frames: list[bytes]) -> int:

@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from llm4agents import limits
 from llm4agents.vmm.qemu import command
 from tests.support import Node
 
@@ -40,10 +41,21 @@ def root(node: Node, sandbox: str, script: str) -> str:
     return str(done["stdout"]).strip()
 
 
-def test_no_interface_but_lo(shared_node: Node, inside: str) -> None:
-    assert root(shared_node, inside, "ls /sys/class/net") == "lo"
-    assert root(shared_node, inside, "tail -n +3 /proc/net/dev | cut -d: -f1").strip() == "lo"
-    assert root(shared_node, inside, "tail -n +2 /proc/net/route") == ""
+def test_one_nic_that_leads_to_the_barrier(shared_node: Node, inside: str) -> None:
+    assert root(shared_node, inside, "ls /sys/class/net").split() == ["eth0", "lo"]
+    assert root(shared_node, inside, "cat /sys/class/net/eth0/address") == limits.GUEST_MAC
+    routes = root(shared_node, inside, "tail -n +2 /proc/net/route | cut -f1-3").splitlines()
+    gateway = f"{int.from_bytes(socket.inet_aton(limits.GATEWAY_ADDRESS), 'little'):08X}"
+    assert f"eth0\t00000000\t{gateway}" in routes and len(routes) == 2, routes
+    assert root(shared_node, inside, "grep -c eth0 /proc/net/if_inet6 || true") == "0", "no IPv6"
+
+
+def test_no_interface_but_lo_where_there_is_no_barrier(nodes: Callable[..., Node]) -> None:
+    node = nodes(LLM4AGENTS_BARRIER="off").start()
+    sandbox = node.create("base")
+    assert root(node, sandbox, "tail -n +2 /proc/net/route") == ""
+    done = node.exec(sandbox, "exec 3<>/dev/tcp/1.1.1.1/80")
+    assert done["exit_code"] != 0 and "unreachable" in done["stderr"].lower(), done
 
 
 def test_only_the_devices_there_should_be(shared_node: Node, inside: str) -> None:

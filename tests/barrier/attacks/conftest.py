@@ -1,17 +1,21 @@
-"""What every file of attacks shares: a lab, a server in it, and a sandbox whose root is the attacker.
+"""What all attacks share: a lab, a server in it, and a sandbox whose root is the attacker.
 
-All are of one file (the policy is set by each case); after each case and each file the barrier must stand as before.
+There is one of each for the whole directory (each case sets its own policy); after each case and each file the barrier
+must stand as before, and after the last one nothing may be left.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.barrier.attacks.guest import GATEWAY, INTERCEPTOR, Case, Guest
 from tests.barrier.lab import Lab, laboratory
+from tests.conftest import _nodes
 from tests.support import Node
 
 GROWTH_BYTES_MAX = 32 * 1_048_576
@@ -22,8 +26,6 @@ GROWTH_BYTES_MAX = 32 * 1_048_576
 def templates() -> None:
     """The lab has no package registries: templates and the interceptor's environment are made before, in the cache
     that the lab's servers use too."""
-    from tests.conftest import _nodes
-
     for make in _nodes():
         node = make().start()
         sandbox = node.create("python", network=["allow GET intercepted.example.com/*"])
@@ -31,7 +33,16 @@ def templates() -> None:
         node.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package", autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In place of the one for each file: the server outlives them."""
+    yield
+    mine = f"-{os.getpid()}-"
+    assert not [path for path in Path(tempfile.gettempdir()).glob("l4a-*") if mine in path.name]
+    assert not [path for path in Path("/run/netns").glob("l4a-lab-*") if str(os.getpid()) in path.name]
+
+
+@pytest.fixture(scope="package")
 def lab(templates: None) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -39,13 +50,14 @@ def lab(templates: None) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture(scope="module")
-def node(lab: Lab, shared_nodes: Callable[..., Node]) -> Node:
+@pytest.fixture(scope="package")
+def node(lab: Lab) -> Iterator[Node]:
     """A server on the lab's host."""
-    return shared_nodes(within=lab.enter(), **lab.environment).start()
+    for make in _nodes():
+        yield make(within=lab.enter(), **lab.environment).start()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def guest(node: Node, lab: Lab) -> Iterator[Guest]:
     guest = Guest(node, lab)
     yield guest

@@ -94,7 +94,7 @@ def test_local_names(case: Case, name: str) -> None:
         for address in case.guest.run(resolve, name)["addresses"]:
             raw = f"GET / HTTP/1.1\r\nHost: {name}\r\n\r\n".encode()
             assert case.guest.run(raw_http, raw, host=address)["statuses"] in ([], [403], [502])
-            assert case.guest.run(tcp, address, HOST_PORT, limit=10)["outcome"] != "answered"
+            assert case.guest.run(tcp, address, HOST_PORT, b"\0", limit=10)["outcome"] != "answered"
     case.nothing_arrived(resolving=(name,))
 
 
@@ -170,6 +170,7 @@ def scan(address: str, ports: list[int]) -> dict[int, str]:
     for port in ports:
         try:
             with socket.create_connection((address, port), 3) as sock:
+                sock.sendall(b"\0")  # who says nothing waits for his denial
                 sock.settimeout(1.0)
                 with contextlib.suppress(TimeoutError):
                     if got := sock.recv(100):
@@ -235,7 +236,7 @@ def test_another_sandbox(case: Case) -> None:
         for host in {theirs, ours}:
             assert case.guest.run(raw_http, raw, host=host)["statuses"] in ([], [403])
         for address in (GUEST, GATEWAY, "198.19.255.3", "198.19.255.0"):
-            assert case.guest.run(tcp, address, 8_000, limit=5, timeout=2)["outcome"] not in (
+            assert case.guest.run(tcp, address, 8_000, b"\0", limit=5, timeout=2)["outcome"] not in (
                 "answered",
                 "closed",
             )

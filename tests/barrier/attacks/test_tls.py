@@ -182,7 +182,7 @@ def test_plain_bytes_on_the_port_of_tls(case: Case, network: list[str]) -> None:
     case.nothing_arrived()
     case.denied(name=NAME)
     case.guest.network([f"allow tcp {NAME}:22"])
-    assert case.guest.run(tcp, address_of(case), 22, b"exfiltrated", limit=10)["data"] == b"lab ready\n"
+    assert case.guest.run(tcp, address_of(case), 22, b"exfiltrated", limit=10)["data"][:10] == b"lab ready\n"
 
 
 def test_host_other_than_sni(case: Case) -> None:

@@ -400,9 +400,9 @@ def read_path(path: str) -> tuple[str | None, ...]:
     found[kept] = None
     step: str | None = path
     for depth in range(4):
-        further = None if step is None else _decoded(step)
-        if further is None and depth:
-            break  # a percent sign that is one: nothing was encoded twice
+        further = None if step is None else _decoded(step, lenient=depth > 0)
+        if further == step:
+            break  # its percent signs are some
         step = further
         found[step] = None
         if step is None or "%" not in step:
@@ -416,10 +416,11 @@ def read_path(path: str) -> tuple[str | None, ...]:
     return tuple(found)
 
 
-def _decoded(path: str, keep_slashes: bool = False) -> str | None:
-    """Percent-decoded once."""
-    raw = path.encode()
-    if re.search(rb"%(?![0-9A-Fa-f]{2})", raw):
+def _decoded(path: str, keep_slashes: bool = False, lenient: bool = False) -> str | None:
+    """Percent-decoded once. `lenient`: as the second time, when what is no escape was a sign of its own, and does not
+    keep those that decode twice from decoding the others."""
+    raw = path.encode(errors="surrogateescape")
+    if not lenient and re.search(rb"%(?![0-9A-Fa-f]{2})", raw):
         return None
 
     def one(match: re.Match[bytes]) -> bytes:
@@ -427,7 +428,7 @@ def _decoded(path: str, keep_slashes: bool = False) -> str | None:
         return match.group().upper() if keep_slashes and byte in b"/\\%" else byte
 
     try:
-        text = _ESCAPE.sub(one, raw).decode()
+        text = _ESCAPE.sub(one, raw).decode(errors="surrogateescape" if lenient else "strict")
     except UnicodeDecodeError:
         return None
     return None if any(ord(c) < 32 or ord(c) == 127 for c in text) else text

@@ -94,6 +94,8 @@ OUTPUT_BYTES_MAX: Final = 4_194_304
 """Of a process's output in one answer; the next reads on."""
 WEBSOCKET_MESSAGE_BYTES_MAX: Final = 16_777_216
 """Either way, and of a guest's own WebSockets too."""
+WEBSOCKET_FRAMES_MAX: Final = 16_384
+"""That one message may come in, where messages are read."""
 CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
 CODE_BYTES_MAX: Final = 4_194_304
 CODE_CONTEXTS_MAX: Final = 15

@@ -267,6 +267,10 @@ class Policy:
             found.append(binding)
         return tuple(found)
 
+    def bound(self, target: Target) -> tuple[Binding, ...]:
+        """Those of the target's host, whatever the port, method and path: what any request may have given it."""
+        return tuple(binding for binding in self.bindings if _bound_host(binding, target))
+
     def intercepts(self, target: Target) -> bool:
         verdict = self.connect(target)
         return verdict.allowed and verdict.via == "intercept"
@@ -319,7 +323,12 @@ class Policy:
         """Whether requests are read for another reason than rules."""
         if target.asked is not None and target.name is not None:
             return True  # another host: SNI, certificate and Host must become its own
-        return any(protocol_of(b.scheme) == protocol and _bound(b, target) for b in self.bindings)
+        return any(
+            # Also the other of the two ways to a host's pages: what was put there by the one is not read by the other.
+            (target.port in (80, 443) and _bound_host(b, target))
+            or (protocol_of(b.scheme) == protocol and _bound(b, target))
+            for b in self.bindings
+        )
 
     def _decide(
         self,
@@ -464,6 +473,18 @@ def _bound(binding: Binding, target: Target) -> bool:
         return True
     # Led to an address: still the host that was asked for, if it can prove it.
     return target.asked is not None and binding.scheme == "https" and binding.host.matches_name(target.asked)
+
+
+def _bound_host(binding: Binding, target: Target) -> bool:
+    return (
+        (target.name is not None and binding.host.matches_name(target.name))
+        or (
+            target.name is None
+            and target.address is not None
+            and binding.host.matches_address(target.address)
+        )
+        or (target.asked is not None and binding.host.matches_name(target.asked))
+    )
 
 
 def _same_host(text: str, target: Target) -> bool:

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.barrier.rule_lines import lines
 
@@ -367,6 +367,9 @@ PATHS = st.lists(
 
 
 @given(PATHS)
+@example("/%252fadmin%25")
+@example("/%2561dmin%25ff")
+@example("/%2561dmin%25zz")
 def test_no_reading_of_a_path_gets_past_a_rule(path: str) -> None:
     """Servers that decode once, decode twice, resolve dots or take backslashes: none of them sees what is denied."""
     from posixpath import normpath
@@ -380,7 +383,9 @@ def test_no_reading_of_a_path_gets_past_a_rule(path: str) -> None:
             normal = "/" + normpath(seen).lstrip("/")
             if denying.allowed:
                 assert not normal.startswith("/admin") and not seen.startswith("/admin")
-            if allowing.allowed:
+            if allowing.allowed and (
+                decode("%61") == "a" or "%61" not in path
+            ):  # (all servers decode letters)
                 assert normal.startswith("/a/") or normal == "/a"
 
 
@@ -475,7 +480,7 @@ def test_no_rules_widen_the_floor(
     made = policy({"profile": profile, "rules": network}, floor_text)
     only = Policy(Network(), Floor.load(floor_text), None)
     target = to(place)
-    for protocol in (None, "tls", "http", "tcp"):
+    for protocol in ("tls", "http", "tcp"):  # (without one: of the first that may be spoken)
         verdict = made.connect(target, protocol)
         outer = only.connect(target, protocol)  # type: ignore[arg-type]
         if outer.rule.startswith("floor"):
@@ -606,15 +611,12 @@ def test_credentials_make_a_host_intercepted_and_go_nowhere_else() -> None:
     assert names("c.example:8443") == ["C"] and names("c.example:443") == []
     assert names("e.example:80", scheme="http") == ["E"] and names("e.example:443") == []
     assert names("192.0.2.1:443") == []
-    assert made.intercepts(to("a.example:443")) and connect(made, "a.example:80", "http").via == "splice"
-    assert (
-        connect(made, "c.example:8443", "tls").via == "intercept"
-        and connect(made, "c.example:443").via == "splice"
-    )
-    assert (
-        connect(made, "e.example:80").via == "intercept"
-        and connect(made, "e.example:80", "tls").via == "splice"
-    )
+    # What was put there by one of a host's two ways must not be read by the other where nobody strikes it.
+    assert made.intercepts(to("a.example:443")) and connect(made, "a.example:80", "http").via == "intercept"
+    assert {one.secret for one in made.bound(to("a.example:80"))} == {"A", "D"}
+    assert not made.bound(to("d.example:443")) and not made.bound(to("b.example:443"))
+    assert connect(made, "c.example:8443", "tls").via == connect(made, "c.example:443").via == "intercept"
+    assert connect(made, "e.example:80").via == connect(made, "e.example:80", "tls").via == "intercept"
     assert connect(made, "d.example:443").via == "splice"
 
 

@@ -69,6 +69,8 @@ class Carried:
 
     names: list[str] = field(default_factory=list)
     forms: set[bytes] = field(default_factory=set)
+    signatures: set[bytes] = field(default_factory=set)
+    """Struck from the answer to this request alone: every request has another."""
 
 
 class Values:
@@ -164,7 +166,7 @@ def _one(
 ) -> None:
     form = binding.form
     if form == "sigv4":
-        carried.forms |= _sign(binding, values, request, now)
+        carried.signatures |= _sign(binding, values, request, now)
     elif form == "placeholder":
         if not _replace(Placeholder(binding.placeholder or "", values.text(binding.secret)), request):
             return

@@ -64,6 +64,7 @@ class Exchange:
         self._head = head
         self._bindings: tuple[Any, ...] = ()
         self._carried = carried
+        self._signatures: set[bytes] = set()
         self._patterns: Patterns | None = None
         self._reserved = 0
         self._note = ""
@@ -97,9 +98,8 @@ class Exchange:
                 raise Denied(403, _denied(self.what, verdict.rule, reason))
             fields = heads.plain(self._head, self._host())
             self._bindings = self.box.policy.credentials(self.target, request)
+            fields = self._remembering(fields)
             if self._bindings:
-                fields = [f for f in fields if f[0].lower() != b"accept-encoding"]
-                fields.append((b"Accept-Encoding", b"identity"))
                 self.waits = credentials.waits_for_body(self._bindings, fields, self.length)
                 if self.waits:
                     self._reserve(self.length or 0)
@@ -165,10 +165,26 @@ class Exchange:
         outgoing = Outgoing(self.method, path, fields, body)
         carried = credentials.put_in(self._bindings, self.box.values, outgoing, now=lambda: datetime.now(UTC))
         self.names = list(dict.fromkeys(carried.names))
-        if carried.forms - self._carried:
+        if carried.signatures or carried.forms - self._carried:
             self._carried |= carried.forms
+            self._signatures |= carried.signatures
             self._patterns = None
         return outgoing.target, outgoing.fields, outgoing.body
+
+    def _remembering(self, fields: heads.Fields) -> heads.Fields:
+        """The headers of a request to a host that has been given secrets by other requests, perhaps: one that was put
+        there to be kept is struck when it is asked for, by whichever request."""
+        bound = self.box.policy.bound(self.target)
+        if not bound:
+            return fields
+        for binding in bound:
+            if binding.secret in self.box.values:
+                self._carried |= self.box.values.forms(binding.secret, binding.username)
+        gone = {b"accept-encoding"}
+        if any(binding.form == "placeholder" for binding in bound):
+            # The guest chooses where it is put: asked for in ranges, it would come in parts that nobody recognises.
+            gone |= {b"range", b"if-range"}
+        return [*(f for f in fields if f[0].lower() not in gone), (b"Accept-Encoding", b"identity")]
 
     def _unbound(self, path: bytes, fields: heads.Fields) -> None:
         """Placeholders that go out as they are, since nothing binds them to this host: noted."""
@@ -190,9 +206,9 @@ class Exchange:
 
     def patterns(self) -> Patterns | None:
         """What is struck from everything the guest is sent."""
-        if not self._carried:
-            return None
-        if self._patterns is None:
+        if self._patterns is None and self._signatures:
+            self._patterns = Patterns(self._carried | self._signatures)
+        elif self._patterns is None and self._carried:
             self._patterns = self.box.patterns(frozenset(self._carried))
         return self._patterns
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
 
 from llm4agents import limits
 
@@ -80,6 +81,8 @@ def parse(raw: bytes) -> Head:
     names = [name.lower() for name, _ in fields]
     if names.count(b"host") > 1:
         raise BadHead(400, "more than one Host header")
+    if any(b"_" in name and name.replace(b"_", b"-") in _FRAMING for name in names):
+        raise BadHead(400, "a header that some servers would take for another")
     if b"host" not in names and version == "1.1":
         raise BadHead(400, "no Host header")
     return Head(method, target, version, fields, _length(version, fields))
@@ -159,7 +162,7 @@ def plain(head: Head, host: bytes) -> Fields:
     wanted = _tokens(head.get(b"connection"))
     for name, value in head.fields:
         lower = name.lower()
-        if lower in (b"host", b"connection", *_HOP):
+        if lower in (b"host", b"connection", *_HOP) or lower.replace(b"_", b"-") in _ELSEWHERE:
             continue
         if lower in (b"upgrade", b"sec-websocket-extensions") and (not websocket or lower != b"upgrade"):
             continue
@@ -174,11 +177,24 @@ def plain(head: Head, host: bytes) -> Fields:
 
 
 _OVERRIDES = (b"x-http-method-override", b"x-http-method", b"x-method-override")
+_ELSEWHERE = frozenset(
+    b"x-original-url x-rewrite-url x-original-uri x-forwarded-uri x-forwarded-path x-forwarded-prefix x-original-host "
+    b"x-forwarded-host x-forwarded-server x-host x-http-host-override x-original-method x-forwarded-method "
+    b"forwarded".split()
+)
+"""What servers behind a proxy take for path, host or method in place of those that were judged. Not sent on: a guest
+is no such proxy."""
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 
 
 def overrides(head: Head) -> list[str]:
-    """The methods that some servers would act by instead of the one in the request line. Raises BadHead."""
-    found = [value for name, value in head.fields if name.lower() in _OVERRIDES]
+    """The methods that some servers would act by instead of the one in the request line: in a header (for many servers
+    `_` is `-` there) or as `_method` in the query. Raises BadHead."""
+    found = [value for name, value in head.fields if name.lower().replace(b"_", b"-") in _OVERRIDES]
+    for part in head.target.partition(b"?")[2].split(b"&"):
+        key, _, value = part.partition(b"=")
+        if unquote_to_bytes(key) == b"_method" and value:
+            found.append(unquote_to_bytes(value.replace(b"+", b" ")).strip())
     for value in found:
         if not re.fullmatch(rb"[A-Za-z]{1,20}", value):
             raise BadHead(400, "a header that overrides the method names none")

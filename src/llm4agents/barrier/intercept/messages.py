@@ -33,8 +33,12 @@ class Messages(websocket.WebsocketLayer):
                 command.data = patterns.strike(command.data)
             answer = yield command
         for side in (self.client_ws, self.server_ws):
-            if sum(map(len, side.frame_buf)) > limits.WEBSOCKET_MESSAGE_BYTES_MAX:
+            reason = None
+            if len(side.frame_buf) > limits.WEBSOCKET_FRAMES_MAX:  # (also of frames with nothing in them)
+                reason = f"a message of more than {limits.WEBSOCKET_FRAMES_MAX} frames"
+            elif sum(map(len, side.frame_buf)) > limits.WEBSOCKET_MESSAGE_BYTES_MAX:
                 reason = f"a message of more than {limits.WEBSOCKET_MESSAGE_BYTES_MAX} bytes"
+            if reason is not None:
                 for ws in (self.client_ws, self.server_ws):
                     side.frame_buf = [b""]
                     yield ws.send2(wsproto.events.CloseConnection(1009, reason))

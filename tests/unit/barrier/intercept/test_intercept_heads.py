@@ -172,3 +172,25 @@ def test_bad_chunks(data: bytes) -> None:
 def test_any_chunks(parts: list[bytes], step: int) -> None:
     data = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
     assert read(data, step) == b"".join(parts)
+
+
+def test_small_chunks_are_read_together_and_end_by_themselves() -> None:
+    whole = b"1\r\nA\r\n" * 1_000 + b"3;x=y\r\nxyz\r\n" + b"0\r\nTrailer: 1\r\n\r\nNEXT"
+    for step in (1, 2, 3, 7, 64, len(whole)):
+        reader, buffer, found = chunked.Reader(), ReceiveBuffer(), []
+        for at in range(0, len(whole), step):
+            buffer += whole[at : at + step]
+            while (got := reader(buffer)) is not None:
+                found.append(got)
+                if isinstance(got, chunked.End):
+                    break
+            if found and isinstance(found[-1], chunked.End):
+                break
+        assert b"".join(part for part in found if isinstance(part, bytes)) == b"A" * 1_000 + b"xyz"
+        assert isinstance(found[-1], chunked.End) and (step < len(whole) or bytes(buffer) == b"NEXT")
+        assert step < len(whole) or len(found) == 2
+    reader, buffer = chunked.Reader(), ReceiveBuffer()
+    buffer += b"1\r\nA\r\n1\r\nBx\r\n"
+    assert reader(buffer) == b"AB"
+    with pytest.raises(chunked.BadChunk):
+        reader(buffer)

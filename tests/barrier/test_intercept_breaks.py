@@ -1,0 +1,172 @@
+"""What a guest tried on the interceptor and once got: secrets read back later, time and memory of others.
+
+Each case is an attack that worked when it was written. The fixtures are test_intercept's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.barrier.interception import Asked, ok
+from tests.barrier.test_intercept import (
+    DUMMY,
+    KEYS,
+    SECRET,
+    UPGRADE,
+    accept,
+    frame,
+    node,
+    site,
+    upto,
+)
+
+__all__ = ["node", "site"]
+
+
+class Shelf:
+    """An honest origin: what is put at a path is what is got from it, whole or a range of it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def __call__(self, asked: Asked, conn: Any) -> bytes:
+        path = asked.target.partition("?")[0]
+        if asked.method == "PUT":
+            self.kept[path] = asked.body or (asked.get("X-Note") or "").encode()
+            return ok(b"kept")
+        kept = self.kept.get(path, b"")
+        wanted = asked.get("Range")
+        if wanted is None:
+            return ok(kept)
+        first, _, last = wanted.partition("=")[2].partition("-")
+        part = kept[int(first) : int(last) + 1]
+        return ok(part, f"Content-Range: bytes {first}-{last}/{len(kept)}", status="206 Partial Content")
+
+
+PLACEHOLDER = {"secret": "token", "as": "placeholder", "placeholder": "PLACEHOLDER"}
+
+
+@pytest.mark.parametrize("put", ["body", "header"])
+def test_what_was_put_there_is_struck_when_it_is_got_on_another_connection(site: Any, put: str) -> None:
+    here = site(Shelf(), credentials=[PLACEHOLDER], token=SECRET)
+    with here.client() as client:
+        more = ("X-Note: PLACEHOLDER",) if put == "header" else ()
+        body = b"" if put == "header" else b"PLACEHOLDER"
+        assert client.get("/shelf", "api.example.com", *more, method="PUT", body=body).read() == b"kept"
+    assert SECRET.encode() in here.origin.handler.kept["/shelf"]
+    with here.client() as client:
+        assert client.get("/shelf", "api.example.com").read() == b"*" * len(SECRET)
+
+
+def test_what_was_put_there_is_struck_where_nothing_is_put_in(site: Any) -> None:
+    here = site(
+        Shelf(),
+        credentials=[{"secret": "token", "as": "header", "header": "X-Note", "path": "/in/*", "methods": ["PUT"]}],
+        token=SECRET,
+    )  # fmt: skip
+    with here.client() as client:
+        assert client.get("/in/x", "api.example.com", method="PUT", body=b"").status == 200
+    assert here.origin.handler.kept["/in/x"] == SECRET.encode()
+    with here.client() as client:
+        assert client.get("/in/x", "api.example.com").read() == b"*" * len(SECRET)
+
+
+def test_it_is_not_to_be_had_in_ranges(site: Any) -> None:
+    here = site(Shelf(), credentials=[PLACEHOLDER], token=SECRET)
+    found = b""
+    with here.client() as client:
+        client.get("/shelf", "api.example.com", method="PUT", body=b"PLACEHOLDER").read()
+        for at in range(0, len(SECRET), 4):
+            answer = client.get("/shelf", "api.example.com", f"Range: bytes={at}-{at + 3}")
+            found += answer.read()
+    assert SECRET.encode() not in found and SECRET[:8].encode() not in found, found
+
+
+def test_signatures_of_long_ago_cost_nothing(site: Any) -> None:
+    """One connection, many signed requests: each as quick as the first."""
+    here = site(credentials=[{"secret": "role", "as": "sigv4"}], role=KEYS)
+    took = []
+    with here.client() as client:
+        for _ in range(12):
+            began = time.monotonic()
+            for at in range(100):
+                answer = client.get(
+                    f"/{at}", "api.example.com", f"Authorization: {DUMMY.format('s3')}",
+                    "X-Amz-Content-SHA256: UNSIGNED-PAYLOAD",
+                )  # fmt: skip
+                assert answer.read() == b"ok"
+            took.append(time.monotonic() - began)
+    assert min(took[-3:]) < 2 * min(took[:3]), took
+
+
+def test_frames_of_nothing_fill_no_memory(site: Any) -> None:
+    def switch(asked: Asked, conn: Any) -> bytes | None:
+        conn.sendall(
+            (
+                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                f"Sec-WebSocket-Accept: {accept(asked.get('Sec-WebSocket-Key') or '')}\r\n\r\n"
+            ).encode()
+        )
+        while conn.recv(65_536):
+            pass
+        return None
+
+    here = site(switch)
+    with here.client() as client:
+        client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""]))
+        upto(client, lambda data: data.endswith(b"\r\n\r\n"), b"")
+        client.send(frame(b"x", fin=False, mask=True))
+        empty = frame(b"", opcode=0, fin=False, mask=True) * 10_000
+        began, sent = time.monotonic(), 0
+        try:
+            while time.monotonic() - began < 8:
+                client.send(empty)
+                sent += 10_000
+        except OSError:
+            pass
+        assert sent < 1_000_000, "nobody stopped it"
+
+
+def test_a_body_in_crumbs_holds_nobody_up(site: Any) -> None:
+    here = site()
+    neighbour = site(lambda asked, conn: ok(b"served"))
+    with here.client() as client, neighbour.client() as other:
+        assert other.get("/", "api.example.com").read() == b"served"
+        client.send("POST / HTTP/1.1\r\nHost: api.example.com\r\nTransfer-Encoding: chunked\r\n\r\n")
+        crumbs = b"1\r\nA\r\n" * 20_000
+        began = time.monotonic()
+        for _ in range(3):
+            client.send(crumbs)
+        assert other.get("/", "api.example.com").read() == b"served"
+        client.send("0\r\n\r\n")
+        assert client.answer().read() == b"ok"
+        whole = time.monotonic() - began
+        assert whole < 2.5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "X_HTTP_Method_Override: DELETE",
+        "X-HTTP_Method-Override: DELETE",
+        "X-Original-URL: /admin",
+        "X-Rewrite-URL: /admin",
+        "X_Original_URL: /admin",
+        "X-Forwarded-Host: other.example.com",
+        "X_Forwarded-Host: other.example.com",
+        "Forwarded: host=other.example.com",
+        "Content_Length: 5",
+        "Transfer_Encoding: chunked",
+    ],
+)
+def test_headers_that_some_servers_take_for_the_request_line(site: Any, line: str) -> None:
+    here = site(rules=("allow GET,POST HOST/ok*",))
+    name = line.partition(":")[0].lower()
+    with here.client() as client:
+        answer = client.get("/ok", "api.example.com", line, "Connection: close", method="POST", body=b"")
+        answer.read()
+    reached = [asked for asked in here.origin.asked if name in {key.lower() for key, _ in asked.headers}]
+    assert not reached, (answer.status, reached)

@@ -225,7 +225,11 @@ class Network:
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             value = {"rules": value}
         if not isinstance(value, Mapping):
-            fail("network", f"a {type(value).__name__}", "a profile's name, a list of rules, or an object")
+            fail(
+                "network",
+                f"a value of type {type(value).__name__}",
+                "a profile's name, a list of rules, or an object",
+            )
         try:
             size = len(json.dumps(value))
         except (TypeError, ValueError, RecursionError):
@@ -241,6 +245,13 @@ class Network:
         for at, line in enumerate(lines, 1):
             if not isinstance(line, str):
                 fail(f"rule {at}", f"{line!r} is no text", "a line such as allow example.com", line=at)
+            if line in PROFILES:
+                fail(
+                    f"rule {at}",
+                    f"{line!r} is a profile and no rule",
+                    f'network="{line}", or with rules {{"profile": "{line}", "rules": […]}}',
+                    line=at,
+                )
             found.append(rules.parse(line, f"rule {at}", line=at))
         rewrites: dict[str, Rewrite] = {}
         for at, text in enumerate(_list(value.get("rewrite"), "rewrite", limits.NETWORK_REWRITES_MAX), 1):
@@ -398,6 +409,10 @@ def _profile(value: object) -> Profile:
         way_out = f"expected {', '.join(PROFILES)}, or a list of rules"
         if isinstance(value, str) and value.split(" ")[0] in ("allow", "deny"):
             way_out = "a rule goes into a list: network=[…]"
+        elif isinstance(value, str) and value.strip().lower() in PROFILES:
+            way_out = f"expected {value.strip().lower()}"
+        elif isinstance(value, str) and "." in value.strip(".") and " " not in value:
+            way_out = f"to allow a host: a rule, such as 'allow {value[:100].rpartition('://')[2]}'"
         fail("network", f"{str(value)[:100]!r} is no profile", way_out)
     return cast(Profile, value)
 
@@ -414,6 +429,10 @@ def _list(value: object, key: str, most: int) -> Sequence[Any]:
 
 def _target_of(text: str, what: str, expected: str) -> tuple[Host, Ports | None, str | None]:
     try:
+        if "://" in text:
+            raise InvalidRequestError(
+                "a scheme is not written here", hint="the host alone, [:PORT] and [/PATH]"
+            )
         if not text or not text.isprintable() or " " in text:
             raise InvalidRequestError("a blank in it" if text else "there is no host")
         found = rules.target(text)

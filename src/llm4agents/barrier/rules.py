@@ -151,6 +151,7 @@ def fail(what: str, problem: str, expected: str, **details: Any) -> NoReturn:
 
 _SHAPE = "allow|deny [METHODS] [http|https|tcp] HOST[:PORT][/PATH] [rate=10MiB/s] [bytes=1GiB]"
 _METHOD = re.compile(r"[A-Z][A-Z-]{0,31}")
+_USUAL = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _SIZE = re.compile(r"([1-9][0-9]{0,11})(B|KiB|MiB|GiB)")
 
 
@@ -207,6 +208,11 @@ def _parse(line: str) -> Rule:
                 raise _Refused("CONNECT and TRACE never pass", "other methods, such as GET,HEAD", word, at)
         elif word in _WORDS and protocol is None and len(words) > 1 and "=" not in words[1][0]:
             protocol = _WORDS[word]
+        elif len(words) > 1 and protocol is None and _nearly_methods(word):
+            problem = "is no list of methods" if methods is None else "was not expected after methods"
+            raise _Refused(
+                f"{word!r} {problem}", "capitals, and commas without blanks, such as GET,HEAD", word, at
+            )
         else:
             break
         end = at + len(word)
@@ -226,7 +232,11 @@ def _parse(line: str) -> Rule:
             size = _size(value, "bytes=N[KMG]iB, such as bytes=1GiB", word, at)
         else:
             raise _Refused(
-                f"{word!r} was not expected after the host", "rate=… or bytes=…, each once", word, at
+                f"{word!r} was not expected after the host {target!r}",
+                "rate=… or bytes=…, each once"
+                + ("" if "." in target else "; before a host stand only METHODS, and http, https or tcp"),
+                word,
+                at,
             )
     allow = verb == "allow"
     if not allow and (rate is not None or size is not None):
@@ -249,6 +259,11 @@ def _parse(line: str) -> Rule:
 
 def _is_methods(word: str) -> bool:
     return all(_METHOD.fullmatch(part) for part in word.split(","))
+
+
+def _nearly_methods(word: str) -> bool:
+    """Whether a word that is not the last is meant as methods, and written as none."""
+    return all(part.upper() in _USUAL for part in word.strip(",").split(","))
 
 
 def _size(text: str, expected: str, word: str, at: int) -> int:

@@ -89,6 +89,10 @@ MISTAKES = [
     ("allow GET", 10, "no host"),
     ("allow rate=1MiB/s", 6, "no host"),
     ("allow exa mple.com", 11, "not expected after the host"),
+    ("allow get example.com", 7, "no list of methods.*capitals"),
+    ("allow GET, POST example.com", 7, "no list of methods.*without blanks"),
+    ("allow GET POST example.com", 11, "not expected after methods"),
+    ("allow udp example.com:53", 11, "after the host 'udp'.*http, https or tcp"),
     ("allow https://example.com/x", 7, "not written here"),
     ("allow ex*mple.com", 7, "is no host"),
     ("allow *example.com", 7, "is no host"),
@@ -233,6 +237,10 @@ def test_a_network_in_its_forms() -> None:
     "value, words",
     [
         ("pubic", "'pubic' is no profile.*none, packages, public"),
+        ("Public ", "is no profile.*expected public"),
+        ("api.example.com", "is no profile.*'allow api.example.com'"),
+        (["public", "allow example.com"], "rule 1: 'public' is a profile.*network=\"public\""),
+        ({"credentials": ["X=bearer@https://example.com"]}, "a scheme is not written here"),
         ("allow example.com", r"goes into a list: network=\[…\]"),
         ({"profiles": "none"}, "unknown key 'profiles'"),
         ({"profile": ["none"]}, "is no profile"),
@@ -242,8 +250,8 @@ def test_a_network_in_its_forms() -> None:
         ({"rewrite": ["a -> b", "a -> c"]}, "a is rewritten twice"),
         ({"rules": ["allow x"] * 501}, "at most 500"),
         ({"rules": ["allow " + "x" * 60] * 500 + [""] * 0, "credentials": ["x" * 60_000]}, "bytes of JSON"),
-        (7, "a int"),
-        (b"none", "a bytes"),
+        (7, "type int"),
+        (b"none", "type bytes"),
     ],
 )
 def test_a_network_that_is_none(value: object, words: str) -> None:

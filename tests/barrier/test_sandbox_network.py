@@ -381,6 +381,15 @@ def test_sdk_and_command_line_say_the_same(node: Node, origin: Origin) -> None:
         allowed = l4a("net", "why", sandbox.id, "http://app.example/")
         assert allowed.returncode == 0 and f"allowed by {rule}" in allowed.stdout, allowed
         assert "profile none" in l4a("net", "show", sandbox.id).stdout
+        # What is wider than meant is said; what leads nowhere too, although it is allowed.
+        wide = l4a("net", "set", sandbox.id, "allow *.example")
+        assert wide.returncode == 0 and "note: `allow *.example`: everything under" in wide.stderr, wide
+        assert len(sandbox.network.get().warnings) == 1
+        nowhere = l4a("net", "why", sandbox.id, "https://nobody.example/")
+        assert nowhere.returncode == 0 and "knows no address of nobody.example" in nowhere.stdout, nowhere
+        failed = sandbox.exec("curl -sS http://nobody.example/")
+        assert "no connection could be made" in failed.stdout, failed
+        eventually(lambda: "knows no address" in l4a("net", "log", sandbox.id).stdout, 20)
         wrong = l4a("create", "--template", "base", "--net", "none", "--net", "public")
         assert wrong.returncode == 2 and "only one profile" in wrong.stderr
         made = l4a(

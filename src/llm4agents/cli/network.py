@@ -115,7 +115,7 @@ def line_of(record: dict[str, Any]) -> str:
         ", ".join(moved),
         f"{clean('repeated')} times" if record.get("repeated") else "",
         f"[{clean('rule')}]" if record.get("rule") else "",
-        clean("reason") if record.get("verdict") != "allow" else "",
+        clean("reason"),  # of what was allowed too: why it came to nothing all the same
     )
     return "  ".join(part for part in told if part)
 
@@ -157,7 +157,7 @@ def capture(
     elif "saved" in state:
         output.say(f"saved {state['saved']}: tcpdump -r, or Wireshark")
     elif state:
-        going = "capturing" if state.get("running") else "not capturing"
+        going = "capturing" if state.get("running") else "ended, -o FILE saves it"
         output.say(f"{going}: {output.size(state['bytes'])} since {output.when(state['since'])}")
     else:
         output.say("nothing was captured")
@@ -187,6 +187,8 @@ def _print(info: NetworkInfo, json: bool) -> None:
         print(f"rewrite {rewrite}")
     for binding in network.get("credentials") or ():
         print(f"credential {binding['secret']} as {binding['as']} at {binding['host']}:{binding['port']}")
+    for warning in info.warnings:
+        output.say(f"note: {warning}")
     if info.problem:
         output.say(f"problem: {info.problem}")
     if info.cut:

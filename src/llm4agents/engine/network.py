@@ -289,16 +289,24 @@ class Networks:
         """Whether a URL or `host:port` is allowed, by which rule, what was looked at. Raises InvalidRequestError."""
         policy = Policy.from_json((await self._compiled(_network_of(row))).wish.policy)
         target, _ = parse_question(question)
-        name = policy.rewrite(target).name
-        resolved = await _resolved(name) if name is not None and policy.connect(target).allowed else ()
-        return policy.why(question, resolved, own_addresses())
+        led = policy.rewrite(target)
+        if led.name is None or not policy.connect(led).allowed:
+            return policy.why(question, (), own_addresses())
+        resolved = await _resolved(led.name)
+        answer = policy.why(question, resolved, own_addresses())
+        if not resolved:
+            words = f"this host's resolver knows no address of {led.name} now"
+            answer["steps"].append({"rule": "address", "matched": "maybe", "why": words})
+        return answer
 
     async def describe(self, row: SandboxRow) -> dict[str, Any]:
-        """`{network, link, problem}`: as asked, whether there is a way out, and why it is not what it should be."""
+        """`{network, link, problem, warnings, capture}`: as asked, whether there is a way out, why it is not what it
+        should be, and what of it is probably wider than meant."""
         return {
             "network": row.network or NONE,
             "link": row.state == "running" and self.linked(row.id),
             "problem": await self._problem(row),
+            "warnings": list(_network_of(row).warnings()),
             "capture": await self.captures.state(row.id),
         }
 

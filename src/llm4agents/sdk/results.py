@@ -360,6 +360,8 @@ class NetworkInfo:
     """Of an update: connections that ended for it."""
     capture: dict[str, Any] | None = None
     """What `sandbox.network.capture()` returns; None when nothing was captured."""
+    warnings: tuple[str, ...] = ()
+    """Rules that allow more than is probably meant, each in a sentence."""
 
 
 def network_info(body: dict[str, Any]) -> NetworkInfo:
@@ -369,6 +371,7 @@ def network_info(body: dict[str, Any]) -> NetworkInfo:
         body.get("problem"),
         int(body.get("cut") or 0),
         body.get("capture"),
+        tuple(map(str, body.get("warnings") or ())),
     )
 
 

@@ -4,8 +4,8 @@ Ports: 80, 8080 HTTP · 443, 8443 HTTPS (HTTP/1.1, h2 offered by h2.example.com 
 22, 25, 5432, 9000, 9418 raw (a banner, then an echo). A host's own service listens on HOST_PORT of the host.
 
 Paths: /echo (headers and body come back as JSON), /echo-header, /echo-gzip, /echo-deflate, /echo-zstd (unreadable),
-/echo-split (one byte a chunk), /echo-base64, /echo-percent, /echo-status · /redirect?to=URL · /sse?n= · /ws ·
-/not-ws (an upgrade that is answered 200) · /big?bytes= · /sink · /hold (answers when the client sends on).
+/echo-split (one byte a chunk), /echo-base64, /echo-percent, /echo-status and others · /redirect?to=URL · /sse?n= ·
+/ws, /ws-head (begins with a message of what the head carried) · /not-ws (an upgrade that is answered 200) · /big?bytes= · /sink · /hold (answers when the client sends on).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 import socket
 import ssl
 import zlib
@@ -203,6 +204,34 @@ class Conversation:
             self.send(quote(carried, safe="").encode())
         elif url.path == "/echo-status":
             self.send(b"", f"200 {carried.replace(chr(13), '')}")
+        elif url.path == "/echo-double":
+            self.send(gzip.compress(gzip.compress(echo)), Content_Encoding="gzip, gzip")
+        elif url.path == "/echo-members":
+            self.send(gzip.compress(echo[:30]) + gzip.compress(echo[30:]), Content_Encoding="gzip")
+        elif url.path == "/echo-percent-small":
+            self.send(
+                re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), quote(carried, safe="")).encode()
+            )
+        elif url.path == "/echo-trailer":
+            self.chunks(
+                iter([b"see the trailer\n"]), trailer=f"X-Echo: {carried}\r\n", before="Trailer: X-Echo\r\n"
+            )
+        elif url.path == "/echo-extension":
+            self.sock.sendall(
+                f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x={carried}\r\nabc\r\n0\r\n\r\n".encode()
+            )
+        elif url.path == "/echo-early":
+            self.sock.sendall(f"HTTP/1.1 103 Early Hints\r\nLink: <{carried}>\r\n\r\n".encode())
+            self.send(b"see the hints\n")
+        elif url.path == "/echo-until-close":
+            self.sock.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + echo)
+            raise ValueError("closed")
+        elif url.path == "/echo-failing":
+            self.send(echo, "500 Internal Server Error", WWW_Authenticate=f'Basic realm="{carried}"')
+        elif url.path == "/echo-not-modified":
+            self.sock.sendall(f'HTTP/1.1 304 Not Modified\r\nETag: "{carried}"\r\n\r\n'.encode())
+        elif url.path == "/ws-head":
+            self.websocket(arrival, carried.encode())
         elif url.path == "/echo-split":
             self.chunks(bytes([byte]) for byte in echo)
         elif url.path == "/redirect":
@@ -219,12 +248,21 @@ class Conversation:
         else:
             self.send(f"hello from {arrival.address}:{arrival.port}\n".encode(), Content_Type="text/plain")
 
-    def chunks(self, pieces: Iterator[bytes], content_type: str = "text/plain") -> None:
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    def chunks(
+        self,
+        pieces: Iterator[bytes],
+        content_type: str = "text/plain",
+        *,
+        trailer: str = "",
+        before: str = "",
+    ) -> None:
+        head = (
+            f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{before}Transfer-Encoding: chunked\r\n\r\n"
+        )
         self.sock.sendall(head.encode())
         for piece in pieces:
             self.sock.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-        self.sock.sendall(b"0\r\n\r\n")
+        self.sock.sendall(f"0\r\n{trailer}\r\n".encode())
 
     def big(self, size: int) -> None:
         self.sock.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
@@ -233,7 +271,7 @@ class Conversation:
             self.sock.sendall(block[:size])
             size -= len(block)
 
-    def websocket(self, arrival: Arrival) -> None:
+    def websocket(self, arrival: Arrival, greeting: bytes = b"") -> None:
         key = arrival.header("sec-websocket-key") or ""
         digest = hashlib.sha1(key.encode() + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
         accept = base64.b64encode(digest).decode()
@@ -241,6 +279,11 @@ class Conversation:
             f"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             f"Sec-WebSocket-Accept: {accept}\r\n\r\n".encode()
         )
+        if greeting:
+            half = len(greeting) // 2  # one message in two frames
+            for start, piece in ((1, greeting[:half]), (0x80, greeting[half:])):
+                size = bytes([len(piece)]) if len(piece) < 126 else b"\x7e" + len(piece).to_bytes(2, "big")
+                self.sock.sendall(bytes([start]) + size + piece)
         while len(head := self.stream.read(2)) == 2:
             size = head[1] & 127
             if size > 125:

@@ -6,12 +6,13 @@ In every case the origin does get the secret (the control); the guest's answer i
 from __future__ import annotations
 
 import base64
+import re
 from urllib.parse import quote
 
 import pytest
 
 from tests.barrier.attacks.guest import Case
-from tests.barrier.attacks.kit import Any, fetch, raw_http, resolve, socket, time, tls_context
+from tests.barrier.attacks.kit import Any, fetch, raw_http, resolve, socket, time, tls_context, ws_frame
 from tests.barrier.world import Arrival
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -27,6 +28,7 @@ FORMS = (
     quote(SECRET),
     *BASE64,
     *(quote(text, safe="") for text in BASE64),
+    re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), quote(SECRET, safe="")),
     base64.urlsafe_b64encode(SECRET.encode()).decode().rstrip("="),
 )
 
@@ -69,7 +71,8 @@ def carried(case: Case, **what: Any) -> list[Arrival]:
 
 
 ECHOES = ["/echo", "/echo-header", "/echo-gzip", "/echo-deflate", "/echo-zstd", "/echo-split", "/echo-base64",
-          "/echo-percent", "/echo-status"]  # fmt: skip
+          "/echo-percent", "/echo-percent-small", "/echo-status", "/echo-double", "/echo-members", "/echo-trailer",
+          "/echo-extension", "/echo-early", "/echo-until-close", "/echo-failing", "/echo-not-modified"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ECHOES)
@@ -89,7 +92,33 @@ def test_an_origin_that_gives_it_back(case: Case, path: str, form: dict[str, Any
     elif path in ("/echo", "/echo-gzip", "/echo-deflate", "/echo-split"):
         assert answer["status"] == 200 and b"visible" in answer["body"], answer
         assert b"***" in answer["body"]
+    # And in what a client's library does not show: trailers, extensions, interim answers.
+    raw = f"GET {path} HTTP/1.1\r\nHost: {NAME}\r\nX-Marker: visible\r\nConnection: close\r\n\r\n".encode()
+    assert found_in(case.guest.run(raw_http, raw, host=NAME, port=443, tls=True, timeout=8, quiet=2)) == []
     case.allowed(kind="request", credentials=lambda names: names == ["token"])
+
+
+@pytest.mark.parametrize("form", [BEARER, BASIC, QUERY], ids=["bearer", "basic", "query"])
+def test_a_websocket_that_gives_it_back(case: Case, form: dict[str, Any]) -> None:
+    """In one message of two frames."""
+    case.guest.network(bound(form))
+    raw = (
+        f"GET /ws-head HTTP/1.1\r\nHost: {NAME}\r\nX-Marker: visible\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\n\r\n"
+    ).encode() + ws_frame(b"the last")
+    answer = case.guest.run(raw_http, raw, host=NAME, port=443, tls=True, timeout=8, until=b"the last")
+    assert carried(case, method="GET") and answer["statuses"] == [101], answer
+    assert found_in(answer) == [], answer
+    if form is not QUERY:
+        assert b"visible" in answer["data"] and b"***" in answer["data"], answer
+
+
+def test_the_guests_own_parameter_is_replaced(case: Case) -> None:
+    case.guest.network(bound(QUERY))
+    answer = case.guest.run(fetch, f"https://{NAME}/echo?key=mine&a=b&key=mine-too&%6bey=mine-again")
+    target = carried(case, method="GET")[0].target
+    assert "mine" not in target and "a=b" in target, target
+    assert found_in(answer) == []
 
 
 def test_an_echo_in_pieces(case: Case) -> None:

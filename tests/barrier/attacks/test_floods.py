@@ -9,7 +9,17 @@ import pytest
 
 from llm4agents import limits
 from tests.barrier.attacks.guest import GATEWAY, INTERCEPTOR, Case, Guest
-from tests.barrier.attacks.kit import contextlib, fetch, resolve, socket, ssl, threading, time, tls_context
+from tests.barrier.attacks.kit import (
+    contextlib,
+    dns_query,
+    fetch,
+    resolve,
+    socket,
+    ssl,
+    threading,
+    time,
+    tls_context,
+)
 from tests.support import eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -94,6 +104,38 @@ def test_ten_thousand_connections(case: Case, neighbour: Guest, what: str) -> No
         assert not case.lab.arrived(case.mark, address=address)
         counted = [one for one in case.guest.records(case.at) if one.get("address") == address]
         assert counted and any(one.get("repeated", 0) > 10 for one in counted), counted[:5]
+
+
+def ask_many(count: int, seconds: float) -> int:
+    """So many names, each once, as fast as answers come; how many got an address."""
+    answered, start = 0, time.monotonic()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("198.19.255.1", 53))
+        sock.settimeout(0.2)
+        for number in range(0, count, 16):
+            if time.monotonic() - start > seconds:
+                break
+            for each in range(number, number + 16):
+                sock.send(dns_query(f"n{each}.example.com"))
+            with contextlib.suppress(OSError):
+                for _ in range(16):
+                    answered += sock.recv(1_000)[6:8] == b"\0\1"
+    return answered
+
+
+def test_more_names_than_a_sandbox_can_have(case: Case, neighbour: Guest) -> None:
+    """Names are remembered as long as a sandbox lives, so it may have so many and no more; nobody else's are fewer."""
+    mine = Guest(case.guest.node, case.lab, ["allow *.example.com"])
+    try:
+        first = mine.run(resolve, NAME)["addresses"]
+        count = limits.SYNTHETIC_NAMES_MAX
+        answered, growth = watched(case, GATEWAY, lambda: mine.run(ask_many, count + 2_000, 60.0), neighbour)
+        assert growth < FLAT_BYTES_MAX, f"{growth / MIB:.1f} MiB more"
+        assert count * 0.9 < answered < count, "all that there are, and no more"
+        assert mine.run(resolve, NAME)["addresses"] == first
+        assert mine.run(fetch, f"http://{NAME}/")["status"] == 200
+    finally:
+        mine.kill()
 
 
 def slow_loris(address: str, count: int, seconds: float) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.barrier.attacks.guest import Case, Guest, source_of
-from tests.barrier.attacks.kit import KEPT, fetch, resolve, socket, tcp, tls_context
+from tests.barrier.attacks.kit import KEPT, fetch, resolve, socket, tcp, threading, time, tls_context
 from tests.support import eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -82,6 +82,64 @@ def test_an_old_connection_after_the_policy_changed(case: Case, kind: str, after
     assert not [one for one in case.lab.arrived(case.mark) if one.method or one.body_bytes]
     case.guest.network([rule])
     assert _hold(case.guest, port, secure)
+
+
+def storm(host: str, secure: bool, seconds: float) -> dict[str, int]:
+    """Connections and requests without a pause, from four threads."""
+    outcomes: dict[str, int] = {}
+    end = time.monotonic() + seconds
+
+    def one() -> None:
+        while time.monotonic() < end:
+            try:
+                with socket.create_connection((host, 443 if secure else 80), 2) as plain:
+                    sock = (
+                        tls_context(verify=False).wrap_socket(plain, server_hostname=host)
+                        if secure
+                        else plain
+                    )
+                    sock.settimeout(2)
+                    for _ in range(3):
+                        sock.sendall(f"GET /public/a HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+                        word = sock.recv(65_536)[9:12].decode() or "closed"
+                        outcomes[word] = outcomes.get(word, 0) + 1
+            except OSError as error:
+                outcomes[type(error).__name__] = outcomes.get(type(error).__name__, 0) + 1
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["plain", "tls", "intercepted", "intercepted, plain"])
+def test_a_policy_holds_from_when_it_was_answered(case: Case, kind: str) -> None:
+    """Connections are opened all the time: none that was on its way when policy changed gets through afterwards."""
+    port, secure, rule = KINDS[kind]
+    case.guest.network([rule])
+    case.guest.run(resolve, NAME)
+    found: list[dict[str, int]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(case.guest.run_source(source_of(storm), "storm", NAME, secure, 5.0))
+    )
+    thread.start()
+    shut = 0
+    while thread.is_alive():
+        case.guest.network("none")
+        case.lab.settle()
+        case.again()
+        shut += 1
+        threading.Event().wait(0.15)
+        case.lab.settle()
+        packets = [one for one in case.lab.left(case.mark) if one.port == port]
+        requests = [one for one in case.lab.arrived(case.mark) if one.method]
+        assert not packets and not requests, (packets[:3], requests[:3])
+        case.guest.network([rule])
+        threading.Event().wait(0.15)
+    thread.join()
+    assert shut >= 5 and found[0].get("200", 0) > 5, found
 
 
 def test_an_old_name_after_the_policy_changed(case: Case) -> None:

@@ -173,7 +173,28 @@ def test_an_answer_with_a_private_address_among_public_ones(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["private", "nas", "loopback", "host", "mapped", "nat64", "multicast", "zero"],
+    [
+        "private",
+        "nas",
+        "loopback",
+        "host",
+        "mapped",
+        "nat64",
+        "multicast",
+        "zero",
+        "host6",
+        "loopback6",
+        "local6",
+        "unique6",
+        "6to4",
+        "compatible",
+        "teredo",
+        "isatap",
+        "reserved",
+        "synthetic",
+        "link",
+        "cgnat",
+    ],
 )
 def test_names_of_what_is_never_dialled(case: Case, name: str) -> None:
     full = f"{name}.example.com"
@@ -183,8 +204,11 @@ def test_names_of_what_is_never_dialled(case: Case, name: str) -> None:
         assert answer["status"] in (0, 403, 502), answer
     case.nothing_arrived(resolving=(full,))
     case.denied(name=full)
-    if name in ("private", "nas"):
-        case.guest.network([f"allow {full}", "allow 10.0.0.0/8", "allow 192.168.1.10"])
+    if name in ("private", "nas", "cgnat"):
+        case.guest.network([f"allow {full}", "allow 10.0.0.0/8", "allow 192.168.1.10", "allow 100.64.0.0/10"])
+        assert case.guest.run(fetch, f"http://{full}/")["status"] == 200
+    elif name in ("nat64", "6to4", "isatap", "unique6"):
+        case.guest.network([f"allow {full}", f"allow [{case.lab.names[full][0]}]"])  # type: ignore[index]
         assert case.guest.run(fetch, f"http://{full}/")["status"] == 200
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.barrier.attacks.guest import GATEWAY as GATEWAY_PROCESS
 from tests.barrier.attacks.guest import Case, source_of
 from tests.barrier.attacks.kit import (
     BROADCAST,
@@ -86,6 +87,7 @@ def test_spoofed_source(case: Case, source: str) -> None:
 
     assert case.guest.run(spoofed, source) == []
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: source", source=source, address=PUBLIC)
     assert case.guest.run(spoofed, GUEST), "the same query with the guest's own address is answered"
     assert case.guest.run(syn_answers, GUEST, GUEST_MAC, PUBLIC, 80)
 
@@ -96,6 +98,7 @@ def test_spoofed_source(case: Case, source: str) -> None:
 def test_foreign_mac(case: Case, mac: str) -> None:
     assert case.guest.run(syn_answers, GUEST, bytes.fromhex(mac), PUBLIC, 80) == []
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: mac", address=PUBLIC)
     assert case.guest.run(syn_answers, GUEST, GUEST_MAC, PUBLIC, 80)
 
 
@@ -124,6 +127,7 @@ def test_arp(case: Case) -> None:
 
     case.guest.run(poison)
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: arp")
     still_served(case)
     assert case.guest.run(arp_answers, GATEWAY) == 1
 
@@ -265,6 +269,8 @@ def test_six_by_hand(case: Case) -> None:
     source = source_of(six_frames, attack, SIX=SIX, ROUTERS=ROUTERS, NODES=NODES)
     assert case.guest.run_source(source, "attack") == []
     case.nothing_arrived()
+    for protocol in ("tcp", "udp", "icmpv6"):
+        case.denied(kind="packet", rule="link: ipv6", protocol=protocol)
     case.lab.send(SIX, 53, b"x")
     case.lab.settle()
     assert [one for one in case.lab.left(case.mark) if one.destination == SIX]
@@ -298,6 +304,7 @@ def test_vlan_tags(case: Case) -> None:
         frames.append(frame(b"\xaa\xaa\x03\0\0\0\x08\0" + payload, len(payload) + 8))  # SNAP
     assert case.guest.run(send_many, frames) == len(frames)
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: ethernet")
     case.lab.send_frame(frames[0])
     case.lab.settle()
     assert [one for one in case.lab.left(case.mark) if one.destination == PUBLIC], (
@@ -394,6 +401,7 @@ def test_tcp_without_a_handshake(case: Case) -> None:
         for port in (0, 80, 9_000)
     ]
     assert case.guest.run(send_many, frames) == len(frames)
+    case.denied(kind="packet", rule="link: stray", protocol="tcp", address="10.0.0.5")
     bad = bytearray(ip4(PUBLIC, 6, tcp_segment(PUBLIC, 80)))
     bad[-3] ^= 0xFF  # a checksum that is wrong
     case.guest.run(send, frame(bytes(bad)))
@@ -452,6 +460,8 @@ def test_link_layer_protocols(case: Case) -> None:
     answered = case.guest.run(attack)
     assert set(answered) <= {"0800"}, "only ICMP may say no"
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: ethernet")
+    case.denied(kind="packet", rule="link: source", source="0.0.0.0", port=67)
     case.lab.send_frame(frame(b"exfiltrated" * 4, 0x88B6, to=BROADCAST))
     case.lab.settle()
     assert [one for one in case.lab.left(case.mark) if one.protocol == "0x88b6"]
@@ -491,6 +501,33 @@ def test_flood_of_half_open_connections(case: Case) -> None:
     assert case.guest.run(attack, (allowed, PUBLIC), 10_000) > 9_000
     still_served(case)
     assert not case.lab.arrived(case.mark, address=PUBLIC)
+
+
+def test_flood_of_packets(case: Case) -> None:
+    """10,000 datagrams and as many spoofed ones: none leaves, and the record counts them instead of growing by each."""
+
+    def attack(count: int) -> int:
+        sent = 0
+        refused = frame(ip4("8.8.8.8", 17, udp_packet("8.8.8.8", 443, b"exfiltrated")))
+        spoofed = frame(
+            ip4("8.8.8.8", 17, udp_packet("8.8.8.8", 443, b"x", source="10.1.1.1"), source="10.1.1.1")
+        )
+        with packet_socket() as sock:
+            for _ in range(count):
+                with contextlib.suppress(OSError):
+                    sent += bool(sock.send(refused)) + bool(sock.send(spoofed))
+        return sent
+
+    before = sum(case.lab.rss(GATEWAY_PROCESS).values())
+    assert case.guest.run(attack, 10_000) > 15_000
+    case.nothing_arrived()
+    for rule in ("link: denied", "link: source"):
+        case.denied(kind="packet", rule=rule, repeated=lambda value: value and value > 1)
+    records = case.guest.records(case.at)
+    assert len(records) < 3_000
+    assert sum(record.get("repeated", 1) for record in records if record["kind"] == "packet") > 5_000
+    assert sum(case.lab.rss(GATEWAY_PROCESS).values()) - before < 16 * 1_048_576
+    still_served(case)
 
 
 def test_a_guest_that_renumbers_itself(case: Case) -> None:

@@ -313,6 +313,8 @@ class Connection(ConnectionHandler):
         server = command.connection
         target = self.target
         try:
+            if self._cut is not None:
+                raise DialError("refused", self._cut)
             there = await self.interceptor.dialler.dial(
                 target.name or str(target.address),
                 target.port,

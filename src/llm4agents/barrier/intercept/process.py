@@ -228,6 +228,8 @@ class Interceptor:
             sockets.no_delay(client)
             connection = await Connection.open(self, box, client, flow=flow, asked=asked, encrypted=encrypted)
             box.connections[flow] = connection
+            if self.boxes.get(box.id) is not box:  # it left meanwhile, and its end did not find this one
+                connection.cut("the sandbox has ended")
             self.totals["flows"] += 1
             try:
                 await connection.run()

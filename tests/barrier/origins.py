@@ -5,7 +5,7 @@ Ports: 80, 8080 HTTP · 443, 8443 HTTPS (HTTP/1.1, h2 offered by h2.example.com 
 
 Paths: /echo (headers and body come back as JSON), /echo-header, /echo-gzip, /echo-deflate, /echo-zstd (unreadable),
 /echo-split (one byte a chunk), /echo-base64, /echo-percent, /echo-status and others · /redirect?to=URL · /sse?n= ·
-/ws, /ws-head (begins with a message of what the head carried) · /not-ws (an upgrade that is answered 200) · /big?bytes= · /sink · /hold (answers when the client sends on).
+/ws, /ws-head (begins with a message of what the head carried) · /big?bytes= · whatever else says hello.
 """
 
 from __future__ import annotations
@@ -282,8 +282,8 @@ class Conversation:
         if greeting:
             half = len(greeting) // 2  # one message in two frames
             for start, piece in ((1, greeting[:half]), (0x80, greeting[half:])):
-                size = bytes([len(piece)]) if len(piece) < 126 else b"\x7e" + len(piece).to_bytes(2, "big")
-                self.sock.sendall(bytes([start]) + size + piece)
+                length = bytes([len(piece)]) if len(piece) < 126 else b"\x7e" + len(piece).to_bytes(2, "big")
+                self.sock.sendall(bytes([start]) + length + piece)
         while len(head := self.stream.read(2)) == 2:
             size = head[1] & 127
             if size > 125:

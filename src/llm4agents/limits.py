@@ -192,7 +192,7 @@ SPLICE_BACKLOG_BYTES: Final = 4_194_304
 """Of what all flows of a sandbox have read and not yet written; past it each reads SPLICE_SMALL_BYTES at a time."""
 SPLICE_SMALL_BYTES: Final = 2_048
 DNS_TTL_S: Final = 60
-RESOLVER_THREADS: Final = 16
+RESOLVER_THREADS: Final = 64
 RESOLVING_PER_SANDBOX_MAX: Final = 8
 RESOLVE_TIMEOUT_S: Final = 10.0
 RESOLVED_KEEP_S: Final = 30.0

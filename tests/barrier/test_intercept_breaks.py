@@ -22,6 +22,7 @@ from tests.barrier.test_intercept import (
     site,
     upto,
 )
+from tests.support import eventually
 
 __all__ = ["node", "site"]
 
@@ -170,3 +171,34 @@ def test_headers_that_some_servers_take_for_the_request_line(site: Any, line: st
         answer.read()
     reached = [asked for asked in here.origin.asked if name in {key.lower() for key, _ in asked.headers}]
     assert not reached, (answer.status, reached)
+
+
+def test_an_address_that_is_no_longer_allowed_is_not_spoken_with(node: Any) -> None:
+    """The name is allowed before and after, and what it leads to is not."""
+    origin = node.origin("localhost")
+    name, there = f"allow localhost:{origin.port}/*", f"allow 127.0.0.1:{origin.port}"
+    node.join("addressed", node.policy([name, there]))
+    try:
+        with node.client("addressed", "localhost", origin.port) as client:
+            host = f"localhost:{origin.port}"
+            assert client.get("/", host).read() == b"ok"
+            assert node.ask("policy", sandbox="addressed", policy=node.policy([there, name]))["cut"] == 0
+            assert client.get("/", host).read() == b"ok"
+            assert node.ask("policy", sandbox="addressed", policy=node.policy([name]))["cut"] == 1
+            assert client.rest() == b""
+        assert len(origin.asked) == 2
+    finally:
+        node.ask("leave", sandbox="addressed")
+
+
+def test_a_credential_that_was_taken_away_while_a_body_came_is_not_put_in(site: Any) -> None:
+    elsewhere = {**PLACEHOLDER, "host": "b.example.com", "port": 443}
+    here = site(Shelf(), credentials=[PLACEHOLDER], token=SECRET)
+    with here.client() as client:
+        client.send("PUT /x HTTP/1.1\r\nHost: api.example.com\r\nContent-Length: 11\r\n\r\nPLACE")
+        eventually(lambda: here.node.ask("stats")["flows"])
+        policy = here.policy([*here.rules, "allow b.example.com"], [elsewhere])
+        assert here.node.ask("policy", sandbox=here.name, policy=policy)["cut"] == 0
+        client.send("HOLDER")
+        assert client.answer().status in (503, 200)  # (200: it was too quick for the head)
+    assert SECRET.encode() not in b"".join(asked.body for asked in here.origin.asked)

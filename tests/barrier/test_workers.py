@@ -138,6 +138,10 @@ async def test_is_nobody_with_nothing_but_its_directory(make: Made, monkeypatch:
     # One of another uid finds what it left there its own.
     await worker.close(keep=False)
     taken = uids.lease(f"barrier {worker.directory}")
+    while taken.uid != who["uid"]:  # a process that ends lets its descriptors go a moment after it is gone
+        os.close(taken.fd)
+        await asyncio.sleep(0.01)
+        taken = uids.lease(f"barrier {worker.directory}")
     try:
         second = make(user=user)
         await second.start()
@@ -241,3 +245,26 @@ def test_a_log_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("a" * 1000 + "end")
     workers.trim(path)
     assert path.stat().st_size == 250 and path.read_text().endswith("end")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user")
+@lab
+async def test_another_user_who_looks_like_one_holds_nothing_up(make: Made) -> None:
+    """A list of processes is anybody's to write in: a decoy is neither waited for nor ended."""
+    worker = make(user=user)
+    decoy = await asyncio.create_subprocess_exec(
+        "sh", "-c", "read x # /barrier/boot.py", "module", str(worker.socket_path), stdin=-1,
+        user=65_534, group=65_534, extra_groups=[],
+    )  # fmt: skip
+    try:
+        assert decoy.pid in workers.running(make.run)
+        await worker.start()
+        first = worker.pid
+        assert first is not None and first != decoy.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: worker.up and worker.pid != first)
+        await worker.close(keep=False)
+        assert decoy.returncode is None and decoy.pid in workers.running(make.run)
+    finally:
+        decoy.kill()
+        await decoy.wait()

@@ -118,7 +118,10 @@ class Dialler:
             return known[1]
         task = self._asking.get(name)
         if task is None:
-            if self._turns.get(owner, 0) >= limits.RESOLVING_PER_SANDBOX_MAX:
+            # The fewer threads are free, the fewer a single one may have: some that conspire (names whose servers
+            # never answer) leave room for the others.
+            free = limits.RESOLVER_THREADS - len(self._asking)
+            if self._turns.get(owner, 0) >= max(1, min(limits.RESOLVING_PER_SANDBOX_MAX, free // 4)):
                 raise DialError("resolve", "too many names are being resolved for this sandbox: try again")
             self._turns[owner] = self._turns.get(owner, 0) + 1
             task = self._asking[name] = asyncio.create_task(self._ask(name))

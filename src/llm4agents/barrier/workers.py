@@ -91,7 +91,10 @@ class Spec:
 
 
 def running(run: Path) -> dict[int, str]:
-    """The workers that live of the server with that run directory: pid to name."""
+    """The workers that live of the server with that run directory: pid to name.
+
+    By their own word: any user's process can look like one. Whoever waits for one, or ends it, looks whose it is.
+    """
     found = {}
     place = os.fsencode(run / "barrier") + b"/"
     for entry in Path("/proc").iterdir():
@@ -101,6 +104,14 @@ def running(run: Path) -> dict[int, str]:
                 if len(words) >= 6 and words[2].endswith(b"/barrier/boot.py") and words[4].startswith(place):
                     found[int(entry.name)] = os.fsdecode(words[4][len(place) :].removesuffix(b".sock"))
     return found
+
+
+def _uid_of(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("Uid:"):
+                return int(line.split()[1])
+    return None
 
 
 class Worker:
@@ -358,7 +369,7 @@ class Worker:
         """No process of this name lives after this."""
         loop = asyncio.get_running_loop()
         kill_at = loop.time() + (STOP_TIMEOUT_S if politely else 0.0)
-        while pids := [pid for pid, name in running(self._run).items() if name == self.spec.name]:
+        while pids := self._living():
             if loop.time() >= kill_at:
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -367,8 +378,18 @@ class Worker:
                 _reaped(pid)
             await asyncio.sleep(0.01)
 
+    def _living(self) -> list[int]:
+        """Processes that are this worker: ours, or of the uid it was given. Nobody else's, whatever it looks like: it
+        could not be ended (or not for good), and would be waited for for ever."""
+        uids = {os.geteuid()}
+        with contextlib.suppress(OSError):
+            uids.add(self.directory.stat().st_uid)
+        return [
+            pid for pid, name in running(self._run).items() if name == self.spec.name and _uid_of(pid) in uids
+        ]
+
     def _kill(self) -> None:
-        if self._pid is not None and running(self._run).get(self._pid) == self.spec.name:
+        if self._pid is not None and self._pid in self._living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         self._lost()

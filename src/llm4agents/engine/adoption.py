@@ -16,7 +16,7 @@ from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
-from llm4agents.vmm import shim
+from llm4agents.vmm import procfs, shim
 from llm4agents.vmm.base import Driver, Machine, MachineRecord
 from llm4agents.vmm.shim import EXIT, read_deadline, read_exit
 
@@ -163,7 +163,9 @@ async def _sweep(places: Places, alive: set[str], kept: set[str]) -> None:
     """End machines and remove directories that no sandbox of the store has: half-made creates and builds."""
 
     def orphans() -> list[int]:
-        return [pid for pid, path in shim.running(places.machines).items() if path.name not in alive]
+        # Anybody can call a process so: what is not ours cannot be ended, and is not waited for.
+        found = shim.running(places.machines).items()
+        return [pid for pid, path in found if path.name not in alive and procfs.uid(pid) == os.geteuid()]
 
     def send(number: signal.Signals) -> None:
         for pid in orphans():

@@ -26,6 +26,15 @@ def alive(pid: int, ticks: int) -> bool:
     return start_ticks(pid) == ticks
 
 
+def uid(pid: int) -> int | None:
+    """The real uid of a process; None when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
+
+
 def stats(pid: int) -> Stats | None:
     """CPU time and memory of `pid`; None when it is gone.
 

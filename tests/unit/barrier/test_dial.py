@@ -159,6 +159,33 @@ def test_one_sandbox_does_not_use_up_the_resolver(monkeypatch: pytest.MonkeyPatc
     asyncio.run(go())
 
 
+def test_sandboxes_that_conspire_do_not_use_up_the_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        import threading
+
+        dialler = Dialler({})
+        free = threading.Event()
+
+        def lookup(name: str) -> tuple[str, ...]:
+            if name.startswith("slow"):
+                free.wait(20)
+            return ("127.0.0.1",)
+
+        monkeypatch.setattr(dial, "_lookup", lookup)
+        slow = [
+            asyncio.create_task(dialler.resolve(f"slow{n}.{who}.example", owner=f"bad{who}"))
+            for n in range(16)
+            for who in range(16)
+        ]
+        await asyncio.sleep(0)
+        assert await dialler.resolve("good.example", owner="good") == ("127.0.0.1",)
+        free.set()
+        await asyncio.gather(*slow, return_exceptions=True)
+        dialler.close()
+
+    asyncio.run(go())
+
+
 def test_through_a_proxy_with_a_password() -> None:
     async def go() -> None:
         proxy = ProxyServer(greeting=b"banner ")

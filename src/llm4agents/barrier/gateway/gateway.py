@@ -31,7 +31,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _INTERCEPTOR_KINDS = {"request", "connection", "gateway"}
 _INTERCEPTOR_KEYS = {
     "kind", "verdict", "rule", "reason", "name", "address", "port", "protocol", "method", "path", "status", "bytes_in",
-    "bytes_out", "duration_ms", "flow", "credentials", "unjudged", "rewritten",
+    "bytes_out", "duration_ms", "flow", "credentials", "unjudged", "rewritten", "repeated",
 }  # fmt: skip
 
 

@@ -235,6 +235,8 @@ class Connection(ConnectionHandler):
         verdict = policy.connect(self.target, "tls" if self.encrypted else "http")
         if verdict.allowed and self.exchange is not None and not self.exchange.over:
             verdict = policy.request(self.target, self.exchange.request())
+        if verdict.allowed and self.dialled is not None:
+            verdict = policy.address(self.target, self.dialled, self.interceptor.dialler.own_addresses())
         return None if verdict.allowed else f"a new policy denies it: {verdict.rule}"
 
     def cut(self, reason: str) -> None:

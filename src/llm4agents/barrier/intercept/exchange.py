@@ -162,6 +162,8 @@ class Exchange:
         self, path: bytes, fields: heads.Fields, body: bytes | None
     ) -> tuple[bytes, heads.Fields, bytes | None]:
         """The same with the credentials in it. Raises Withheld."""
+        if body is not None and self._bindings != self.box.policy.credentials(self.target, self.request()):
+            raise Withheld(503, "the network's credentials have changed while its body came: try again")
         outgoing = Outgoing(self.method, path, fields, body)
         carried = credentials.put_in(self._bindings, self.box.values, outgoing, now=lambda: datetime.now(UTC))
         self.names = list(dict.fromkeys(carried.names))

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from mitmproxy.version import VERSION
@@ -47,7 +47,8 @@ class Gateway:
         wire.enlarge(sock)
         self._interceptor, self._sock = interceptor, sock
         self._out: deque[bytes] = deque()
-        self._dropped = 0
+        self._dropped: Counter[str | None] = Counter()
+        """Records of each sandbox that were not taken in time."""
         self._writing = False
         asyncio.get_running_loop().add_reader(sock, self._read)
 
@@ -65,9 +66,9 @@ class Gateway:
     def tell(self, message: dict[str, Any]) -> None:
         if self._sock.fileno() < 0:
             return
-        if len(self._out) >= limits.INTERCEPT_AUDIT_QUEUED_MAX:
-            self._dropped += 1
-            return
+        if len(self._out) >= limits.INTERCEPT_AUDIT_QUEUED_MAX and "record" in message:
+            self._dropped[message["record"].get("sandbox")] += 1
+            return  # (the end of a connection is always told: somebody counts them)
         with contextlib.suppress(wire.WireError):
             self._out.append(wire.encode(message))
         self._flush()
@@ -87,10 +88,12 @@ class Gateway:
                 return
             self._out.popleft()
             if self._dropped and len(self._out) < limits.INTERCEPT_AUDIT_QUEUED_MAX // 2:
-                lost, self._dropped = self._dropped, 0
-                record = {"at": round(time.time(), 3), "kind": "gateway", "verdict": "allow", "repeated": lost,
-                          "reason": "records of requests that were not taken in time"}  # fmt: skip
-                self._out.append(wire.encode({"event": "audit", "record": record}))
+                dropped, self._dropped = self._dropped, Counter()
+                for sandbox, lost in dropped.items():
+                    record = {"at": round(time.time(), 3), "sandbox": sandbox, "kind": "gateway", "verdict": "allow",
+                              "repeated": lost,
+                              "reason": "records of requests that were not taken in time"}  # fmt: skip
+                    self._out.append(wire.encode({"event": "audit", "record": record}))
         if self._writing:
             self._writing = False
             loop.remove_writer(self._sock)

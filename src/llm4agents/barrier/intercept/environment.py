@@ -128,7 +128,9 @@ async def _build(cache: Path, progress: Progress) -> None:
             "off",
             "--no-warn-script-location",
         )
-        await _run([*pip, "install", *quiet, "--no-deps", "--require-hashes", "-r", str(lock_file())])
+        # --ignore-installed: what a PYTHONPATH of the server's shows to pip is not in the environment.
+        wanted_packages = ("--ignore-installed", "--no-deps", "--require-hashes", "-r", str(lock_file()))
+        await _run([*pip, "install", *quiet, *wanted_packages])
         progress("intercept", "checking it", 0.9)
         await _run([str(interpreter), "-I", "-c", "import mitmproxy.proxy.layers, mitmproxy.proxy.server"])
         for script in (tmp / "bin").iterdir():  # they name the directory this was made in

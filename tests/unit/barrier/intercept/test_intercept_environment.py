@@ -71,6 +71,16 @@ def test_it_is_built_once_by_whoever_comes_first(lock: Path, tmp_path: Path) -> 
     assert asyncio.run(environment.ensure(cache)) == one and not told
 
 
+def test_a_python_path_of_the_server_s_stands_in_for_nothing(
+    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "wheels" / "mitmproxy-1-py3-none-any.whl") as archive:
+        archive.extractall(tmp_path / "elsewhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    asyncio.run(environment.ensure(tmp_path / "c"))
+    assert environment.python(tmp_path / "c") is not None
+
+
 def test_another_lock_is_another_environment(lock: Path, tmp_path: Path) -> None:
     before = environment.directory(tmp_path)
     lock.write_text(lock.read_text() + "\n")

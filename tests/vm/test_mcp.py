@@ -228,6 +228,25 @@ def test_a_first_call_tells_how_the_build_goes(nodes: Callable[..., Node]) -> No
     run(test)
 
 
+def test_the_user_says_the_network_and_no_tool_does(shared_node: Node) -> None:
+    wrong = [sys.executable, "-m", "llm4agents", "mcp", "--sandbox", "sbx_none", "--net", "public"]
+    done = subprocess.run(wrong, env=shared_node.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "keeps its own network" in done.stderr
+
+    async def test() -> None:
+        rule = "allow files.example"
+        async with _agent(shared_node, "-t", "base", "--memory-mib", "256", "--net", rule) as agent:
+            for tool in (await agent.client.list_tools()).tools:
+                assert "network" not in json.dumps(tool.input_schema)
+            await agent.text("exec", command="true")
+            await agent.text("create_sandbox", template="base")
+            assert [one["network"]["rules"] for one in _live(shared_node)] == [[rule], [rule]]
+            for one in _live(shared_node):
+                await agent.text("kill_sandbox", sandbox_id=one["id"])
+
+    run(test)
+
+
 def test_keep_leaves_it_paused(shared_node: Node) -> None:
     async def test() -> None:
         async with _agent(shared_node, "-t", "base", "--keep") as agent:

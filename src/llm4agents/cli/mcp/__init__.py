@@ -42,6 +42,9 @@ def mcp(
     env: options.Env = None,
     memory_mib: options.Memory = None,
     vcpus: options.Vcpus = None,
+    net: options.Net = None,
+    credential: options.Credential = None,
+    rewrite: options.Rewrite = None,
 ) -> None:
     """Serve sandboxes as tools to an agent over stdin and stdout (MCP).
 
@@ -51,6 +54,11 @@ def mcp(
     from llm4agents.cli.mcp.boxes import Boxes
     from llm4agents.cli.mcp.server import serve
 
+    network = options.network(net, credential, rewrite)
+    if sandbox is not None and network is not None:
+        raise typer.BadParameter(
+            "--sandbox keeps its own network: llm4agents net set changes it", param_hint="--net"
+        )
     output.quiet_warnings()
     boxes = Boxes(
         template=template,
@@ -60,5 +68,6 @@ def mcp(
         env=options.pairs(env, "--env"),
         memory_mib=memory_mib,
         vcpus=vcpus,
+        network=network,
     )
     serve(boxes, allow_host_paths)

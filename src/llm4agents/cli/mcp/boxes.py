@@ -35,6 +35,7 @@ class Boxes:
         env: Mapping[str, str] | None = None,
         memory_mib: int | None = None,
         vcpus: int | None = None,
+        network: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = template
         self._given, self._keep = given, keep
@@ -45,6 +46,7 @@ class Boxes:
             "env": env,
             "memory_mib": memory_mib,
             "vcpus": vcpus,
+            "network": network,  # the user's to say: no tool has it
         }
         self._handles: dict[str, AsyncSandbox] = {}
         self._default: str | None = given

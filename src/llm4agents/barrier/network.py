@@ -313,6 +313,12 @@ class Network:
         for binding in self.credentials:
             if binding.scheme == "http":
                 found.append(f"credential {binding.secret}: sent in the clear to {binding.host}")
+            for rewrite in self.rewrites:
+                if str(binding.host) == rewrite.name and (place := _bound_elsewhere(binding, rewrite)):
+                    found.append(
+                        f"credential {binding.secret}: `{rewrite}` leads its requests away, and it is not put in "
+                        f"there; bind it to {place} if it should be"
+                    )
         return tuple(found)
 
 
@@ -402,6 +408,17 @@ class Packages:
             "skipped": dict(self.skipped),
             "rewrites": [str(rewrite) for rewrite in self.rewrites],
         }
+
+
+def _bound_elsewhere(binding: Binding, rewrite: Rewrite) -> str | None:
+    """Where a credential of a name that is led elsewhere would have to be bound; None when it is put in there too:
+    at an address, over TLS, whose certificate says that it is the name."""
+    port = rewrite.port or binding.port
+    if rewrite.to_name is not None:
+        return f"{rewrite.to_name}:{port}"
+    if binding.scheme == "http":
+        return f"{rewrite.to_address}:{port}"
+    return None if binding.port == port else f"{binding.host}:{port}"
 
 
 def _profile(value: object) -> Profile:

@@ -62,7 +62,11 @@ def left_out(done: Downloaded) -> int:
 
 def emit(value: Any) -> None:
     """`--json`: one object on stdout; dates as RFC 3339."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_json))
+
+
+def _json(value: Any) -> str:
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def quiet_warnings() -> None:

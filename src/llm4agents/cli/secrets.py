@@ -17,8 +17,8 @@ _PARTS = (
 
 
 def set_(
-    name: Annotated[str, typer.Argument(help="The secret's name, for bindings.")],
-    never: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The secret's name, for bindings.")],
+    never: Annotated[str | None, typer.Argument(metavar="< FILE", hidden=True)] = None,
     from_env: Annotated[
         str | None, typer.Option(metavar="VAR", help="Take the value of this environment variable.")
     ] = None,
@@ -117,7 +117,8 @@ def ls(json: options.Json = False) -> None:
 
 
 def rm(
-    names: Annotated[list[str], typer.Argument(help="The secrets' names.")], json: options.Json = False
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="The secrets' names.")],
+    json: options.Json = False,
 ) -> None:
     """Remove secrets. Sandboxes that use one go on; their requests that need it are refused from now on."""
     from llm4agents.cli import output

@@ -360,3 +360,26 @@ def test_wide_rules_are_warned_about() -> None:
         ["allow *", "allow *.com", "allow *.example.com", "deny *", "allow example.com"]
     )
     assert len(network.warnings()) == 3
+
+
+@pytest.mark.parametrize(
+    "target, credential, elsewhere",
+    [
+        ("b.example", "X=bearer@a.example", "b.example:443"),
+        ("10.0.0.9:8443", "X=bearer@a.example", "a.example:8443"),
+        ("10.0.0.9:8443", "X=bearer@a.example:8443", None),
+        ("10.0.0.9", "X=bearer@a.example", None),
+        ("10.0.0.9:80", "X=bearer@b.example", None),
+        (
+            "10.0.0.9:8080",
+            {"secret": "X", "host": "a.example", "as": "bearer", "scheme": "http"},
+            "10.0.0.9:8080",
+        ),
+    ],
+)
+def test_a_credential_that_a_rewrite_leads_away_from_is_warned_about(
+    target: str, credential: object, elsewhere: str | None
+) -> None:
+    network = Network.from_json({"rewrite": [f"a.example -> {target}"], "credentials": [credential]})
+    found = [line for line in network.warnings() if "leads its requests away" in line]
+    assert len(found) == (elsewhere is not None) and all(f"bind it to {elsewhere} " in line for line in found)

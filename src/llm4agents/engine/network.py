@@ -54,6 +54,7 @@ from llm4agents.vmm.base import MachineRecord
 
 log = structlog.get_logger()
 
+_FLOOR_HINT = "until it can be read no sandbox is made; llm4agents doctor reads it too"
 AUDIT_KINDS, Wanted = audit_read.KINDS, audit_read.Wanted
 NONE: dict[str, Any] = Network().to_json()
 POLICIES_KEPT = 256
@@ -167,12 +168,7 @@ class Networks:
 
     def default(self) -> Network:
         """`LLM4AGENTS_NETWORK`. Raises InvalidRequestError naming it."""
-        text = self._settings.network.strip()
-        try:
-            return Network.from_json(json.loads(text) if text[:1] in ("[", "{") else text)
-        except (InvalidRequestError, ValueError) as error:
-            words = error.message if isinstance(error, InvalidRequestError) else str(error)
-            raise InvalidRequestError(f"LLM4AGENTS_NETWORK: {words}") from None
+        return read_default(self._settings.network)
 
     async def _compiled(self, network: Network, progress: Progress = silent) -> Asked:
         body = network.to_json()
@@ -407,6 +403,12 @@ async def checks(settings: Settings) -> list[tuple[str, bool, str, str]]:
         "not built yet: the first network that needs it builds it" if built is None else str(built.parents[1])
     )
     found.append(("interceptor", built is not None, words, "scripts/bootstrap builds it ahead"))
+    try:
+        words = read_default(settings.network).profile
+        given = "LLM4AGENTS_NETWORK" if settings.network.strip()[:1] in ("[", "{") else words
+        found.append(("network default", True, given, ""))
+    except InvalidRequestError as error:
+        found.append(("network default", False, error.message, error.hint or ""))
     floor = settings.network_floor
     try:
         rules = Floor() if floor is None else read_floor(floor)
@@ -432,15 +434,32 @@ async def link_problem(settings: Settings) -> str | None:
             await worker.close(keep=False)
 
 
+def read_default(text: str) -> Network:
+    """What LLM4AGENTS_NETWORK says. Raises InvalidRequestError naming it."""
+    text = text.strip()
+    try:
+        return Network.from_json(json.loads(text) if text[:1] in ("[", "{") else text)
+    except (InvalidRequestError, ValueError) as error:
+        words = error.message if isinstance(error, InvalidRequestError) else f"no JSON: {error}"
+        hint = (
+            error.hint
+            if isinstance(error, InvalidRequestError)
+            else "a profile, or rules or an object as JSON"
+        )
+        raise InvalidRequestError(f"LLM4AGENTS_NETWORK: {words}", hint=hint) from None
+
+
 def read_floor(path: Path) -> Floor:
     """Raises HostSetupError naming the line."""
     try:
         return Floor.load(path.read_text())
     except OSError as error:
-        raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path} cannot be read: {error.strerror}") from error
+        raise HostSetupError(
+            f"LLM4AGENTS_NETWORK_FLOOR: {path} cannot be read: {error.strerror}", hint=_FLOOR_HINT
+        ) from error
     except (InvalidRequestError, UnicodeDecodeError) as error:
         words = error.message if isinstance(error, InvalidRequestError) else "it is not UTF-8"
-        raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {words}") from error
+        raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {words}", hint=_FLOOR_HINT) from error
 
 
 async def _resolved(name: str) -> list[str]:

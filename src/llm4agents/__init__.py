@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Execution,
         ExecutionError,
         FileInfo,
+        NetworkInfo,
         Output,
         Port,
         ProcessInfo,
@@ -79,7 +80,7 @@ _ERRORS = (
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = (
-    "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo Output Port ProcessInfo "
+    "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo NetworkInfo Output Port ProcessInfo "
     "ProcessOutput Result SandboxInfo"
 )
 _HOMES = {
@@ -122,6 +123,7 @@ __all__ = [
     "JobInfo",
     "JobRun",
     "LLM4AgentsError",
+    "NetworkInfo",
     "NotFoundError",
     "NotStartedError",
     "Observer",

@@ -116,7 +116,7 @@ class Gateway(Host):
         ident = _ident(message)
         box = self._boxes.pop(ident, None)
         if box is not None:
-            box.close("the sandbox ended")
+            box.close("the sandbox paused or ended")
         if message.get("forget"):
             for path in (self._names / ident, used_file(self._names / ident)):
                 path.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ class Gateway(Host):
         """Its machine has ended: nothing of it stays here, whether or not the server says `leave`."""
         if self._boxes.get(box.id) is box:
             del self._boxes[box.id]
-        box.close("the sandbox ended")
+        box.close("the sandbox paused or ended")
 
     # -- the interceptor ----------------------------------------------------------------------------------
 

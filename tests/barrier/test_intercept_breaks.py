@@ -202,3 +202,16 @@ def test_a_credential_that_was_taken_away_while_a_body_came_is_not_put_in(site: 
         client.send("HOLDER")
         assert client.answer().status in (503, 200)  # (200: it was too quick for the head)
     assert SECRET.encode() not in b"".join(asked.body for asked in here.origin.asked)
+
+
+@pytest.mark.parametrize(
+    "path", ["/geh\u00e4lter/1", "/geh%C3%A4lter/1", "/geh%c3%a4lter/../geh\u00e4lter/x"]
+)
+def test_bytes_that_are_not_escaped_are_read_as_the_server_reads_them(site: Any, path: str) -> None:
+    here = site(rules=("deny HOST/geh\u00e4lter/*", "allow HOST/*"))
+    with here.client() as client:
+        denied = client.get(path, "api.example.com")
+        assert denied.status == 403 and denied.read()
+        assert client.get("/geh\u00fchren", "api.example.com").read() == b"ok"
+        client.send(b"GET /\xff HTTP/1.1\r\nHost: api.example.com\r\n\r\n")
+        assert client.answer().status == 403  # nobody can say what that is

@@ -255,9 +255,11 @@ class Networks:
                 await asyncio.sleep(min(60.0, 2.0**tries))
                 if not self.linked(row.id):
                     return
-        names_from = row.parent if row.parent and not (self.names / row.id).exists() else None
         with contextlib.suppress(LLM4AgentsError):  # logged there, and tried again
-            await self.barrier.join(row.id, asked.wish, names_from=names_from)
+            await self.barrier.join(row.id, asked.wish, names_from=self._names_from(row))
+
+    def _names_from(self, row: SandboxRow) -> str | None:
+        return row.parent if row.parent and not (self.names / row.id).exists() else None
 
     async def update(self, row: SandboxRow, asked: Asked) -> int:
         """Change the network of a sandbox, running or paused; how many flows were cut.
@@ -277,7 +279,7 @@ class Networks:
         if not (running and linked) or self._settings.barrier == "off":
             return 0
         if not self.barrier.has(row.id):
-            await self.barrier.join(row.id, asked.wish)
+            await self.barrier.join(row.id, asked.wish, names_from=self._names_from(row))
             return 0
         return await self.barrier.update(row.id, asked.wish)
 

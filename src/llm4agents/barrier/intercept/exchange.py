@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _PATH_CHARACTERS_MAX = 1_024
+_HIGH = re.compile(rb"[\x80-\xff]")
 _GONE = {b"trailer", b"proxy-authenticate", b"proxy-connection", b"upgrade"}
 
 
@@ -131,7 +133,8 @@ class Exchange:
             )
             raise BadHead(405, f"{head.method} is not let through: {why}")
         path, authority = heads.origin_form(head, self.scheme)
-        self.path = path.partition(b"?")[0].decode("latin-1")
+        # Bytes that should have been escaped are read as if they were, as servers do.
+        self.path = _HIGH.sub(lambda byte: b"%%%02X" % byte[0][0], path.partition(b"?")[0]).decode("ascii")
         named = head.get(b"host")
         for said in (named, authority):
             if said is None:

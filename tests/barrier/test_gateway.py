@@ -165,7 +165,7 @@ def test_a_denied_request_is_told_why_and_the_way_out(box: tuple[Joined, Guest])
     assert "--net public" in answer
     record = joined.audited(kind="connection", verdict="deny")
     assert (record["address"], record["port"], record["protocol"]) == (ELSEWHERE, 80, "http")
-    assert record["name"] == "example.com"
+    assert record["says"] == "example.com"
 
 
 def test_tls_goes_through_with_the_origins_own_certificate(box: tuple[Joined, Guest], tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_denied_tls_client_gets_an_alert(box: tuple[Joined, Guest]) -> None:
     context = ssl.create_default_context()
     with guest.connect(ELSEWHERE, 443) as sock, pytest.raises(ssl.SSLError, match="ACCESS_DENIED"):
         context.wrap_socket(sock, server_hostname="example.com")
-    assert joined.audited(kind="connection", verdict="deny")["name"] == "example.com"
+    assert joined.audited(kind="connection", verdict="deny")["says"] == "example.com"
 
 
 @pytest.mark.parametrize(
@@ -508,3 +508,12 @@ def test_a_fork_knows_its_parents_names(
         with child_guest.connect(address, 80) as sock:
             assert get(sock, "web.example.com").startswith(b"HTTP/1.1 200")
         gate.ask("leave", sandbox="child", forget=True)
+
+
+def test_a_name_that_is_only_said_is_not_written_down_as_one(box: tuple[Joined, Guest]) -> None:
+    """Nobody reads in the audit that it was github.com, because a hello to another address says so."""
+    joined, guest = box
+    with guest.connect(ELSEWHERE, 80) as sock:
+        assert get(sock, "github.com", "/").startswith(b"HTTP/1.1 403")
+    record = joined.audited(kind="connection", verdict="deny")
+    assert "name" not in record and (record["address"], record["says"]) == (ELSEWHERE, "github.com")

@@ -99,6 +99,8 @@ def line_of(record: dict[str, Any]) -> str:
     where = clean("name") or clean("address")
     if record.get("port") is not None and record.get("kind") != "dns":
         where += f":{clean('port')}"
+    if record.get("says"):
+        where += f" (says {clean('says')})"
     asked = " ".join(filter(None, (clean("method"), clean("path"), clean("status"))))
     moved = [
         f"{words} {output.size(record[name])}"

@@ -280,7 +280,7 @@ class Flow:
             "verdict": verdict,
             "rule": rule or (self.verdict.rule if self.verdict is not None else None),
             "reason": reason,
-            "name": self.asked.name or (self.first.name if self.first is not None else None),
+            "name": self.asked.name,
             "address": self.address or _text(self.asked.address),
             "port": self.asked.port,
             "protocol": self.protocol or "tcp",
@@ -288,6 +288,8 @@ class Flow:
             "flow": self.id,
             "unjudged": self.unjudged,
         }
+        if self.asked.name is None and self.first is not None:
+            record["says"] = self.first.name  # nothing has looked whether it is that
         if target != self.asked:
             record["rewritten"] = str(target)
         if self.first is not None and self.first.head is not None:

@@ -16,9 +16,9 @@ from llm4agents import limits
 Fields = list[tuple[bytes, bytes]]
 
 _LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}) ([!-~\x80-\xff]+) HTTP/(1\.[01])")
-_FIELD = re.compile(
-    rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*((?:[\x20-\x7e\x80-\xff\t]*[\x21-\x7e\x80-\xff])?)[ \t]*"
-)
+# Blanks around the value are taken off afterwards: a pattern that has them would try every way to tell them from the
+# value's own.
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
 _BARE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\0")
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_-]{1,63})*")
 _HOP = (b"proxy-connection", b"proxy-authorization", b"proxy-authenticate", b"keep-alive", b"te", b"trailer",
@@ -75,7 +75,7 @@ def parse(raw: bytes) -> Head:
         field = _FIELD.fullmatch(text)
         if field is None:
             raise BadHead(400, "a header line is malformed")
-        fields.append((field[1], field[2]))
+        fields.append((field[1], field[2].strip(b" \t")))
     if len(fields) > limits.INTERCEPT_HEADERS_MAX:
         raise BadHead(431, f"more than {limits.INTERCEPT_HEADERS_MAX} headers")
     names = [name.lower() for name, _ in fields]

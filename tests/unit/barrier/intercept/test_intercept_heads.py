@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 from h11._receivebuffer import ReceiveBuffer
@@ -194,3 +195,17 @@ def test_small_chunks_are_read_together_and_end_by_themselves() -> None:
     assert reader(buffer) == b"AB"
     with pytest.raises(chunked.BadChunk):
         reader(buffer)
+
+
+@pytest.mark.parametrize("value", [b" " * 60_000, b" \t" * 15_000 + b"x" + b" " * 30_000, b"x" * 60_000])
+@pytest.mark.parametrize("end", [b"", b"\x01", b"\x7f"])
+def test_no_head_takes_long_to_read(value: bytes, end: bytes) -> None:
+    """A pattern that tried every way to tell blanks apart took minutes for one header, and everybody waited."""
+    began = time.monotonic()
+    raw = b"GET / HTTP/1.1\r\nHost: a\r\nA:" + value + end + b"\r\n\r\n"
+    if end:
+        with pytest.raises(BadHead):
+            heads.parse(raw)
+    else:
+        assert heads.parse(raw).get(b"a") == value.strip()
+    assert time.monotonic() - began < 1

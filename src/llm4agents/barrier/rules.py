@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_network
 from typing import Any, Literal, NoReturn
 from urllib.parse import quote
@@ -399,6 +400,7 @@ _PLAIN = re.compile(r"/(?:[A-Za-z0-9_~!$&'()*+,=:@-][A-Za-z0-9_~!$&'()*+,=:@.-]*
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 
 
+@lru_cache(maxsize=32)  # asked once for each rule and binding with a path, of the same request
 def read_path(path: str) -> tuple[str | None, ...]:
     """Every way a server may read the path of a request target (its query is left out); most have one.
 

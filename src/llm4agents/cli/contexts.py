@@ -25,7 +25,10 @@ def create(
     env: options.Env = None,
     json: options.Json = False,
 ) -> None:
-    """Create a code context and print its id; `run --in ID --context CONTEXT` uses it."""
+    """Create a code context and print its id.
+
+    `run --in ID --context CONTEXT` uses it.
+    """
     from llm4agents.cli import output
 
     made = _sandbox(id).contexts.create(language, cwd=cwd, env=options.pairs(env, "--env"))

@@ -39,9 +39,10 @@ def set_(
     rewrite: options.Rewrite = None,
     json: options.Json = False,
 ) -> None:
-    """Change what a sandbox may reach, while it runs: `net set ID 'allow api.github.com'`.
+    """Change what a sandbox may reach, while it runs.
 
-    The whole of it: what is not said any more is not allowed any more, and connections that rest on it end.
+    `net set ID 'allow api.github.com'`. The whole of it: what is not said any more is not allowed any more, and
+    connections that rest on it end.
     """
     wanted = options.network(net, credential, rewrite)
     if wanted is None:
@@ -54,7 +55,10 @@ def why(
     url: Annotated[str, typer.Argument(metavar="URL", help="Or HOST:PORT.")],
     json: options.Json = False,
 ) -> None:
-    """Say whether a sandbox may reach a URL, by which rule, and what else was looked at. Exit code 1: it may not."""
+    """Say whether a sandbox may reach a URL, and why.
+
+    By which rule, and what else was looked at. Exit code 1: it may not.
+    """
     from llm4agents.cli import output
 
     said = _sandbox(id).network.why(url)
@@ -81,7 +85,10 @@ def log(
     limit: Annotated[int, typer.Option("--limit", "-n", help="So many, the newest.")] = 1_000,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Show what a sandbox tried on the network, and what became of it; also of one that has ended."""
+    """Show what a sandbox tried, and what became of it.
+
+    Also of one that has ended.
+    """
     verdict: Verdict | None = "deny" if denied else None
     with _looked_at(id) as network:
         for record in network.log(follow=follow, verdict=verdict, kind=kind, limit=limit):
@@ -134,9 +141,9 @@ def capture(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Capture a sandbox's packets on the host, as pcap: `net capture ID`, later `net capture ID -o it.pcap`.
+    """Capture a sandbox's packets on the host, as pcap.
 
-    Without -o or --stop it begins, or says how it goes on.
+    `net capture ID`, later `net capture ID -o it.pcap`. Without -o or --stop it begins, or says how it goes on.
     """
     from llm4agents.cli import output
 

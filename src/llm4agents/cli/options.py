@@ -49,6 +49,8 @@ def network(
     if not (net or credential or rewrite):
         return None
     profiles = [word.strip() for word in net or () if len(word.split()) == 1]
+    if {"allow", "deny"} & set(profiles):
+        raise typer.BadParameter("a rule goes in quotes: 'allow api.example.com'", param_hint="--net")
     if len(set(profiles)) > 1:
         raise typer.BadParameter(f"{' and '.join(profiles)}: only one profile", param_hint="--net")
     found: dict[str, Any] = {

@@ -11,7 +11,10 @@ from llm4agents.cli import options
 
 
 def start(json: options.Json = False) -> None:
-    """Start the local server, if it does not run (also with LLM4AGENTS_AUTOSTART=0)."""
+    """Start the local server, if it does not run.
+
+    Also with LLM4AGENTS_AUTOSTART=0.
+    """
     from llm4agents.config import settings
     from llm4agents.sdk import _local, _wire
 

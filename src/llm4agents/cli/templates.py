@@ -88,7 +88,10 @@ def import_(
     file: Annotated[Path, typer.Argument(help="What `template export` wrote.", exists=True, dir_okay=False)],
     json: options.Json = False,
 ) -> None:
-    """Take in an exported template; refuses what does not match its digests."""
+    """Take in an exported template.
+
+    Refuses what does not match its digests.
+    """
     from llm4agents.cli import output
     from llm4agents.sdk._sync.client import Client
 

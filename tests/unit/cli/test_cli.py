@@ -32,6 +32,17 @@ def test_the_table_says_what_the_commands_say() -> None:
         assert doc.strip().splitlines()[0] == line, name
 
 
+def test_no_line_of_a_group_s_help_is_cut(cli: Any) -> None:
+    for group in app.GROUPS:
+        said = cli(group, "-h", COLUMNS="80").stdout.partition("Commands:")[2]
+        assert said and not [line for line in said.splitlines() if line.endswith("...")], group
+
+
+def test_a_rule_without_its_quotes(cli: Any) -> None:
+    done = cli("net", "set", "sbx_x", "allow", "api.example.com")
+    assert done.returncode == 2 and "in quotes: 'allow api.example.com'" in done.stderr
+
+
 def test_help_imports_nothing_heavy(cli: Any) -> None:
     code = "import sys; sys.argv = ['l4a', '--help']\nfrom llm4agents.cli import main\n"
     code += "try: main()\nexcept SystemExit: pass\n"

@@ -140,6 +140,10 @@ def test_what_the_operator_protects_leaves_no_sandbox(nodes: Callable[..., Node]
             assert "deploy.key" not in archive.getnames() and "src/a" in archive.getnames()
         logged = (node.state / "logs" / f"{box.id}.jsonl").read_text()
         assert "protected_path_refused" in logged and "protected_paths_left_out" in logged
+        again = cli(node, "cp", "--allow-protected", f"{box.id}:t", "t2", cwd=tmp_path)
+        assert again.returncode == 5 and "no way around" in again.stderr, again
+        assert "hint: --allow-protected" not in again.stderr
+        assert "protected_path_refused" in cli(node, "console", box.id, cwd=tmp_path).stdout
 
 
 # -- inside -------------------------------------------------------------------------------------------------

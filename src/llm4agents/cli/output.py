@@ -48,12 +48,17 @@ def say(text: str) -> None:
 
 def left_out(done: Downloaded) -> int:
     """Says what was not copied out since this machine would obey it; the exit code that goes with it, or 0."""
+    from llm4agents import protected
+
     if not done.protected_count:
         return 0
     for found in done.protected[:NAMED_MAX]:
         say(f"protected, not copied: {found.path!r}: {found.reason}")
     if done.protected_count > NAMED_MAX:
         say(f"… and {done.protected_count - NAMED_MAX} more")
+    if all(found.reason == protected.OPERATOR for found in done.protected):
+        say("hint: there is no way around the operator's list")
+        return PROTECTED
     say(
         "hint: --allow-protected copies them too, except for those of the operator's list; look at them first"
     )

@@ -204,6 +204,8 @@ AUDIT_RECORDS_PER_S: Final = 50
 """Sustained, of one sandbox, after a burst of AUDIT_BURST; what is more is summed up."""
 AUDIT_BURST: Final = 2_000
 AUDIT_BYTES_MAX: Final = 33_554_432
+AUDITS_BYTES_MAX: Final = 2_147_483_648
+"""Of all sandboxes of a node that have ended, together; the oldest go first."""
 CAPTURE_BYTES_MAX: Final = 268_435_456
 CAPTURE_BYTES_DEFAULT: Final = 67_108_864
 CAPTURE_BYTES_MIN: Final = 65_536

@@ -155,7 +155,8 @@ class Engine(Acts):
         self._spawn(self.meter.run())
         self.jobs.start()
         self._keeper.look()
-        self.store.forget_ended(clock.wall_s() - FORGET_S)
+        if self.store.forget_ended(clock.wall_s() - FORGET_S):
+            self.networks.sweep()
         self.logs.sweep(lambda sandbox: self.store.get(sandbox) is not None)
         self.pool.start(self.settings.pool)
 
@@ -519,4 +520,5 @@ class Engine(Acts):
         forgotten = self.store.forget_ended(clock.wall_s() - (0 if everything else FORGET_S))
         if forgotten:
             removed.append(f"{forgotten} ended sandboxes from the list")
+            self.networks.sweep()  # their audits and captures
         return {"removed": removed + pruned.removed, "bytes": pruned.bytes}

@@ -14,14 +14,14 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from llm4agents import __version__
+from llm4agents import __version__, limits
 from llm4agents.barrier import addresses, audit_read
 from llm4agents.barrier.addresses import Address
 from llm4agents.barrier.barrier import Barrier, Link, Parts, Wish, no_link
@@ -59,6 +59,7 @@ AUDIT_KINDS, Wanted = audit_read.KINDS, audit_read.Wanted
 NONE: dict[str, Any] = Network().to_json()
 POLICIES_KEPT = 256
 RESOLVE_TIMEOUT_S = 2.0
+TRIM_S = 60.0
 APT_SOURCES = "/etc/apt/sources.list"
 OWN_SECRET = "index:"  # noqa: S105 (a prefix of names)
 """Begins the names of secrets that this host's own package tools have (`barrier.packages`)."""
@@ -92,6 +93,7 @@ class Networks:
         self._floor: tuple[int, Floor] | None = None
         self._discovery = Discovery(settings.cache)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._trim_at = 0.0
         self.barrier = Barrier(
             settings,
             Parts(self._sockets, self._values, self._authority, self._interpreter),
@@ -108,7 +110,7 @@ class Networks:
     def start(self) -> None:
         """Look what this host can do, take over what lives, and forget names nobody has any more."""
         self.barrier.start()
-        self._sweep()
+        self.sweep()
 
     async def close(self, *, keep: bool) -> None:
         for task in list(self._tasks):
@@ -116,15 +118,25 @@ class Networks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.captures.close(keep=keep)
         await self.barrier.close(keep=keep)
-        self._sweep()
+        self.sweep()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Remove what there is of sandboxes nobody knows any more, and old audits past their bound."""
         alive = {row.id for row in self._store.alive()}
         for directory, wanted in ((self.names, alive.__contains__), (self.audit, self._known)):
             for path in directory.iterdir() if directory.is_dir() else []:
                 if not wanted(path.name.partition(".")[0]):
                     path.unlink(missing_ok=True)
         self.captures.sweep(self._known)
+        trim_audits(self.audit, alive)
+
+    def _trim(self) -> None:
+        """Now and then, as sandboxes end."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._trim_at:
+            self._trim_at = now + TRIM_S
+            alive = {row.id for row in self._store.alive()}
+            self._spawn(asyncio.to_thread(trim_audits, self.audit, alive))
 
     def _known(self, sandbox: str) -> bool:
         return self._store.get(sandbox) is not None
@@ -240,6 +252,8 @@ class Networks:
         """It has paused, or (`forget`) ended."""
         self.barrier.leave(sandbox, forget=forget)
         self.captures.left(sandbox)
+        if forget:
+            self._trim()
 
     async def _join(self, row: SandboxRow) -> None:
         tries = 0
@@ -462,6 +476,24 @@ def read_floor(path: Path) -> Floor:
     except (InvalidRequestError, UnicodeDecodeError) as error:
         words = error.message if isinstance(error, InvalidRequestError) else "it is not UTF-8"
         raise HostSetupError(f"LLM4AGENTS_NETWORK_FLOOR: {path}: {words}", hint=_FLOOR_HINT) from error
+
+
+def trim_audits(directory: Path, alive: Collection[str], bytes_max: int = limits.AUDITS_BYTES_MAX) -> None:
+    """Remove the oldest audits of those that are not `alive`, until the rest of theirs fits. Blocking I/O."""
+    ended = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.partition(".")[0] not in alive:
+                with contextlib.suppress(OSError):
+                    found = entry.stat(follow_symlinks=False)
+                    ended.append((found.st_mtime_ns, found.st_size, entry.path))
+    total = sum(size for _, size, _ in ended)
+    for _, size, path in sorted(ended):
+        if total <= bytes_max:
+            break
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+            total -= size
 
 
 async def _resolved(name: str) -> list[str]:

@@ -12,6 +12,7 @@ name that the guest asked for (`Target.asked`) is only what Host and SNI must sa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,6 +29,8 @@ __all__ = ["CANARY", "Floor", "Policy", "Request", "Step", "Target", "Verdict", 
 
 Via = Literal["splice", "raw", "intercept"]
 _DNS_OVER_TLS = 853
+_PLAIN = re.compile(r"[A-Z]{1,10} /[A-Za-z0-9._/~-]{0,120}")
+"""Methods and paths that are a rule's as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +404,9 @@ class Policy:
     def _default(self, target: Target, request: Request | None, known: bool) -> str:
         profile = self.network.profile
         rule = f"allow {target.host}" if target.port in (80, 443) and target.name else f"allow {target}"
+        if request is not None and _PLAIN.fullmatch(f"{request.method} {request.path.partition('?')[0]}"):
+            # No wider than what was asked for: whoever follows the advice opens one door, not the house.
+            rule = f"allow {request.method} {rule.removeprefix('allow ')}{request.path.partition('?')[0]}"
         if profile == "packages" and known and request is not None:
             return (
                 f"{request.method} {request.path.partition('?')[0][:200]}: profile `packages` only reads what package "

@@ -228,7 +228,7 @@ _PYTHON_IS_WARM = WarmStep(
 PYTHON = TemplateSpec(
     name="python",
     description="base with CPython, numpy, pandas, matplotlib, scipy, pyarrow, duckdb and SQL drivers",
-    packages=(*_BASE_PACKAGES, "python3", "python-is-python3"),
+    packages=(*_BASE_PACKAGES, "python3", "python3-venv", "python-is-python3"),
     wheels="python",
     drop=(
         "numpy/tests",

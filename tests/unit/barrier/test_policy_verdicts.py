@@ -55,6 +55,27 @@ def test_without_rules_nothing_is_allowed(host: str, port: int) -> None:
     assert not made.resolve("a.example").allowed
 
 
+@pytest.mark.parametrize(
+    ("port", "method", "path", "advice"),
+    [
+        (443, "POST", "/repos/x?y=1", "allow POST a.example/repos/x"),
+        (8443, "GET", "/v1", "allow GET a.example:8443/v1"),
+        (443, "GET", "/a%2fb", "allow a.example"),
+        (443, "GET", "/a*", "allow a.example"),
+    ],
+)
+def test_the_advice_for_a_request_opens_no_more_than_it(
+    port: int, method: str, path: str, advice: str
+) -> None:
+    made = policy([f"allow HEAD a.example:{port}/other"])
+    verdict = ask(made, f"a.example:{port}", method, path)
+    assert not verdict.allowed and f"`{advice}" in verdict.reason
+    followed = policy([f"allow HEAD a.example:{port}/other", advice])
+    if "/" in advice:
+        assert ask(followed, f"a.example:{port}", method, path).allowed
+        assert not ask(followed, f"a.example:{port}", method, "/elsewhere").allowed
+
+
 CONNECTIONS = [
     # rules, where, protocol, allowed, via
     (["allow a.example"], "a.example:443", None, True, "splice"),

@@ -215,3 +215,14 @@ def test_bytes_that_are_not_escaped_are_read_as_the_server_reads_them(site: Any,
         assert client.get("/geh\u00fchren", "api.example.com").read() == b"ok"
         client.send(b"GET /\xff HTTP/1.1\r\nHost: api.example.com\r\n\r\n")
         assert client.answer().status == 403  # nobody can say what that is
+
+
+def test_what_was_put_there_is_struck_when_the_secret_has_another_value(site: Any) -> None:
+    here = site(Shelf(), credentials=[PLACEHOLDER], token=SECRET)
+    with here.client() as client:
+        client.get("/shelf", "api.example.com", method="PUT", body=b"PLACEHOLDER").read()
+    here.node.ask("secrets", sandbox=here.name, secrets={"token": "another-value-by-now"})
+    with here.client() as client:
+        answer = client.get("/shelf", "api.example.com")
+        assert SECRET.encode() not in answer.read()
+    assert here.origin.asked[-1].method == "GET"

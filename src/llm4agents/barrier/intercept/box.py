@@ -49,7 +49,7 @@ class Box:
         return cut
 
     def know(self, secrets: Mapping[str, Value], *, add: bool) -> None:
-        self.values = self.values.with_(secrets) if add else Values(secrets)
+        self.values = self.values.with_(secrets) if add else self.values.renewed(secrets)
 
     def end(self) -> None:
         for connection in list(self.connections.values()):

@@ -76,8 +76,12 @@ class Carried:
 class Values:
     """The values of a sandbox's secrets, and the forms to strike, worked out once for each."""
 
-    def __init__(self, values: Mapping[str, Value]) -> None:
+    def __init__(
+        self, values: Mapping[str, Value], past: Mapping[str, frozenset[bytes]] | None = None
+    ) -> None:
         self._values = dict(values)
+        self._past = dict(past or {})
+        """Forms of values that were put in and are none any more: who was given one may still answer with it."""
         self._forms: dict[tuple[str, str | None], frozenset[bytes]] = {}
 
     def __repr__(self) -> str:
@@ -87,7 +91,20 @@ class Values:
         return name in self._values
 
     def with_(self, more: Mapping[str, Value]) -> Values:
-        return Values({**self._values, **more})
+        return self.renewed({**self._values, **more})
+
+    def renewed(self, values: Mapping[str, Value]) -> Values:
+        """Others in their place."""
+        past = dict(self._past)
+        for (name, _), found in self._forms.items():
+            if values.get(name) != self._values.get(name):
+                past[name] = past.get(name, frozenset()) | found
+        return Values(values, past)
+
+    def known(self, name: str, user: str | None = None) -> frozenset[bytes]:
+        """What to strike of a secret, of values that it had too; nothing of one that never had any."""
+        now = self.forms(name, user) if name in self else frozenset()
+        return now | self._past.get(name, frozenset())
 
     def text(self, name: str) -> str:
         value = self._values.get(name)

@@ -183,8 +183,7 @@ class Exchange:
         if not bound:
             return fields
         for binding in bound:
-            if binding.secret in self.box.values:
-                self._carried |= self.box.values.forms(binding.secret, binding.username)
+            self._carried |= self.box.values.known(binding.secret, binding.username)
         gone = {b"accept-encoding"}
         if any(binding.form == "placeholder" for binding in bound):
             # The guest chooses where it is put: asked for in ranges, it would come in parts that nobody recognises.

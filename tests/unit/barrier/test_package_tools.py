@@ -10,6 +10,7 @@ import base64
 import json
 import shutil
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -116,7 +117,16 @@ def ask(tool: str, env: dict[str, str], tmp_path: Path) -> Any:
 
 
 def needs(tool: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed here")
+    return pytest.mark.skipif(not _runs(tool), reason=f"{tool} is not installed here")
+
+
+def _runs(tool: str) -> bool:
+    """Whether it is there and is itself: a rustup proxy without a toolchain is no cargo."""
+    argument = "version" if tool == "go" else "--version"
+    return (
+        shutil.which(tool) is not None
+        and not subprocess.run([tool, argument], capture_output=True).returncode
+    )
 
 
 def discovered(

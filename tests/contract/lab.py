@@ -28,8 +28,8 @@ from llm4agents.images.initramfs import build_initrd
 from llm4agents.images.kernel import build_kernel
 from llm4agents.images.rootfs import build_rootfs
 from llm4agents.vmm import procfs
+from llm4agents.vmm import snapshot as qemu_snapshot
 from llm4agents.vmm.base import Disk, Driver, Machine, MachineRecord, MachineSpec, Placement, Snapshot
-from llm4agents.vmm.qemu import snapshot as qemu_snapshot
 from llm4agents.vmm.qemu.driver import QemuDriver
 
 MEMORY_MIB = 512

@@ -26,9 +26,8 @@ from llm4agents.errors import (
 )
 from llm4agents.guest.verbs import Agent
 from llm4agents.images import layers
-from llm4agents.vmm import pages
+from llm4agents.vmm import pages, snapshot
 from llm4agents.vmm.base import Disk, Machine, Snapshot
-from llm4agents.vmm.qemu import snapshot
 from llm4agents.vmm.shim import write_deadline
 
 from .lab import Frozen, Lab, alive, freeze, go_on, in_lab, other_identity, run, stand_still, talk, wake

@@ -28,9 +28,9 @@ from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still
 from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError
 from llm4agents.images import disk, layers
 from llm4agents.store import SandboxRow
+from llm4agents.vmm import merge
+from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Snapshot
-from llm4agents.vmm.qemu import merge
-from llm4agents.vmm.qemu import snapshot as snapshots
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ from llm4agents.images import layers
 from llm4agents.images.cache import fsync
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
+from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Machine, MachineSpec, Snapshot
-from llm4agents.vmm.qemu import snapshot as snapshots
 
 log = structlog.get_logger()
 

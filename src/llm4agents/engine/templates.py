@@ -44,8 +44,8 @@ from llm4agents.images.process import in_thread
 from llm4agents.images.progress import Progress, silent
 from llm4agents.images.rootfs import build_rootfs
 from llm4agents.images.spec import TemplateSpec
+from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Driver, Machine, MachineSpec, Placement, Snapshot
-from llm4agents.vmm.qemu import snapshot as snapshots
 from llm4agents.vmm.qemu import table
 
 __all__ = ["Progress", "Templates", "silent", "warm_up"]

@@ -10,12 +10,14 @@ any later server can adopt it from its `MachineRecord` alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Accelerator = Literal["kvm", "tcg"]
+TAP_NAME = "tap0"
+"""Of the one tap in a sandbox's network namespace (`barrier.link`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,14 @@ class Capabilities:
     """What the guest sees as its processor, as far as it depends on this host; part of the identity."""
     tsc_khz: int = 0
     """Time-stamp counter of this host, measured; a snapshot's clock runs at the rate it was booted with."""
+    disk_format: Literal["qcow2", "raw"] = "qcow2"
+    """What a clone's writable disks are: layers over the template's (`qcow2`), or whole sparse files that are copied
+    from it (`raw`; then `Disk.backing` is empty, `switch_disk` is refused, and a layer is a copy too)."""
+    bounds_files: bool = True
+    """Whether `Machine.limit_files` bounds what a guest can fill; where not, the guest's own quota is all there is."""
+    stops_when_full: bool = True
+    """Whether a host without room stops the machine before the write (`disk_full`); where not, the guest gets an
+    I/O error (`io_error` is not told either)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,10 @@ class Placement:
     deadline_unix: float | None = None
     tap: int | None = None
     """The tap the guest's NIC is connected to; None: to nothing."""
+    netns: int | None = None
+    """The namespace that the tap is in, for a VMM that opens it by `TAP_NAME` and not by descriptor."""
+    release_tap: Callable[[], None] | None = None
+    """Closes the caller's `tap`: a tap has one holder, so a driver whose VMM opens it by name calls this first."""
     serve: Mapping[str, int] = field(default_factory=dict)
     """What is held open as long as the VMM lives and can be had again by name (`vmm.shim.fetch`)."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents.errors import VersionMismatchError
-from llm4agents.vmm.qemu import memory
+from llm4agents.vmm import memory
 
 SIZE = 16 << 20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llm4agents.errors import CorruptSnapshotError
+from llm4agents.vmm import merge
 from llm4agents.vmm.base import MachineSpec, Snapshot
-from llm4agents.vmm.qemu import merge
 
 PAGE, PAGES = 4096, 16
 SECRET, KNOWN = b"a-secret-of-one's-own", b"en_US.UTF-8"

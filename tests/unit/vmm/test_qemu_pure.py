@@ -17,9 +17,9 @@ from llm4agents.errors import (
     NotFoundError,
     VersionMismatchError,
 )
-from llm4agents.vmm import pages, shim, uids
+from llm4agents.vmm import pages, shim, snapshot, uids
 from llm4agents.vmm.base import Disk, Exit, MachineRecord, MachineSpec, Snapshot
-from llm4agents.vmm.qemu import command, machine, probe, snapshot, table
+from llm4agents.vmm.qemu import command, machine, probe, table
 
 ROOT = Disk("root", Path("/c/root.erofs"), "raw", True)
 UPPER = Disk("upper", Path("/s/upper.qcow2"), "qcow2", False, backing=(Path("/c/upper.raw"),))

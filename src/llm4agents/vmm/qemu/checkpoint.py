@@ -17,9 +17,8 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError, VmmError
-from llm4agents.vmm import pages
+from llm4agents.vmm import pages, snapshot
 from llm4agents.vmm.base import Snapshot
-from llm4agents.vmm.qemu import snapshot
 
 _READ_BYTES = 1 << 20
 STATE_BYTES_MAX = 64 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
-from llm4agents.vmm import pages, procfs, uids
+from llm4agents.vmm import memory, pages, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Accelerator,
@@ -29,7 +29,7 @@ from llm4agents.vmm.base import (
     Placement,
     Snapshot,
 )
-from llm4agents.vmm.qemu import command, memory, probe, snapshot, table
+from llm4agents.vmm.qemu import command, probe, table
 from llm4agents.vmm.qemu.checkpoint import Parts
 from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
 from llm4agents.vmm.waiting import readable

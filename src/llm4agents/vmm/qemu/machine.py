@@ -26,7 +26,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     VmmError,
 )
-from llm4agents.vmm import pages, procfs, rlimits
+from llm4agents.vmm import memory, pages, procfs, rlimits, snapshot
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Checkpoint,
@@ -38,7 +38,7 @@ from llm4agents.vmm.base import (
     Snapshot,
     Stats,
 )
-from llm4agents.vmm.qemu import checkpoint, disks, memory, snapshot
+from llm4agents.vmm.qemu import checkpoint, disks
 from llm4agents.vmm.qemu.qmp import Event, Qmp
 from llm4agents.vmm.waiting import readable
 

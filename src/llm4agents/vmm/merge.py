@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from llm4agents.errors import CapacityError, CorruptSnapshotError, LLM4AgentsError
+from llm4agents.vmm import memory, snapshot
 from llm4agents.vmm.base import Snapshot
-from llm4agents.vmm.qemu import memory, snapshot
 
 _MAGIC: Final = 0x3153_4547_4150_344C  # "L4PAGES1", as the shim writes it (shim/src/pages.rs)
 _HEADER: Final = memory.PAGE

@@ -17,9 +17,9 @@ from llm4agents.errors import (
     NotFoundError,
     VersionMismatchError,
 )
-from llm4agents.vmm import pages, shim, snapshot, uids
+from llm4agents.vmm import pages, process, shim, snapshot, uids
 from llm4agents.vmm.base import Disk, Exit, MachineRecord, MachineSpec, Snapshot
-from llm4agents.vmm.qemu import command, machine, probe, table
+from llm4agents.vmm.qemu import command, probe, table
 
 ROOT = Disk("root", Path("/c/root.erofs"), "raw", True)
 UPPER = Disk("upper", Path("/s/upper.qcow2"), "qcow2", False, backing=(Path("/c/upper.raw"),))
@@ -342,9 +342,9 @@ def test_shim_configuration_is_records_ended_by_nul() -> None:
 
 
 def test_how_it_ended_in_words() -> None:
-    assert "signal 9" in machine.describe(Exit(None, 9, "exited", ""))
-    assert "Kernel panic" in machine.describe(Exit(0, None, "exited", "x\nKernel panic\x1b[0m\n\n"))
-    assert machine.printable("a\x1b[2Jb\r\n") == "a[2Jb\n"
+    assert "signal 9" in process.describe(Exit(None, 9, "exited", ""))
+    assert "Kernel panic" in process.describe(Exit(0, None, "exited", "x\nKernel panic\x1b[0m\n\n"))
+    assert process.printable("a\x1b[2Jb\r\n") == "a[2Jb\n"
 
 
 def test_a_record_travels_as_json() -> None:

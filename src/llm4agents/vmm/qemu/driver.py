@@ -9,16 +9,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import struct
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
-from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
-from llm4agents.vmm import memory, pages, procfs, snapshot, uids
+from llm4agents.vmm import memory, pages, process, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Accelerator,
@@ -29,10 +27,9 @@ from llm4agents.vmm.base import (
     Placement,
     Snapshot,
 )
+from llm4agents.vmm.checkpoint import Parts
 from llm4agents.vmm.qemu import command, probe, table
-from llm4agents.vmm.qemu.checkpoint import Parts
-from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine, connect
-from llm4agents.vmm.waiting import readable
+from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -173,7 +170,7 @@ class QemuDriver:
         if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
             machine = None
             with contextlib.suppress(OSError):  # ended since, or its sockets are gone
-                machine = QemuMachine(record, connect(record.run_dir, QMP_SOCKET))
+                machine = QemuMachine(record, process.connect(record.run_dir, QMP_SOCKET))
             if machine is not None:
                 try:
                     machine.wake()
@@ -181,7 +178,7 @@ class QemuDriver:
                     return machine
                 except LLM4AgentsError:
                     await machine.stop()
-        await self._end_remains(record, same_boot)
+        await process.end_remains(record, same_boot, QemuMachine.sockets)
         return None
 
     async def release(self, snapshot_path: Path) -> None:
@@ -269,10 +266,10 @@ class QemuDriver:
         with contextlib.ExitStack() as stack:
             given = dict(fds) if placement.tap is None else {**fds, "tap": placement.tap}
             for name, socket_name in (("qmp", QMP_SOCKET), ("agent", AGENT_SOCKET)):
-                given[name] = stack.enter_context(_listen(run_dir, socket_name)).fileno()
+                given[name] = stack.enter_context(process.listen(run_dir, socket_name)).fileno()
             asked = None
             if placement.serve:
-                asked = stack.enter_context(_listen(run_dir, shim_.LINK_SOCKET, socket.SOCK_SEQPACKET))
+                asked = stack.enter_context(process.listen(run_dir, shim_.LINK_SOCKET, socket.SOCK_SEQPACKET))
                 asked.setblocking(False)
             size_max = _open_disks(disks, given, stack)
             root = os.geteuid() == 0
@@ -296,8 +293,8 @@ class QemuDriver:
                 serve_socket=asked.fileno() if asked is not None else None,
                 unlink=[AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET],
             )
-            qmp = stack.enter_context(connect(run_dir, QMP_SOCKET))
-            channel = stack.enter_context(connect(run_dir, AGENT_SOCKET))
+            qmp = stack.enter_context(process.connect(run_dir, QMP_SOCKET))
+            channel = stack.enter_context(process.connect(run_dir, AGENT_SOCKET))
             started = await shim_.start(launch)
             record = MachineRecord(
                 driver=self.name,
@@ -326,25 +323,6 @@ class QemuDriver:
                 ended = shim_.read_exit(run_dir)
                 raise BootError(f"the virtual machine monitor ended at once: {ended.console_tail}") from error
 
-    async def _end_remains(self, record: MachineRecord, same_boot: bool) -> None:
-        """End what is left of a machine that cannot be adopted, and its sockets."""
-        if same_boot and not procfs.alive(record.vmm_pid, record.vmm_start_ticks):
-            await _gone(record.shim_pid, record.shim_start_ticks)  # it is writing down how the VMM ended
-        if same_boot:
-            for pid, ticks in (
-                (record.shim_pid, record.shim_start_ticks),
-                (record.vmm_pid, record.vmm_start_ticks),
-            ):
-                with contextlib.suppress(ProcessLookupError):
-                    fd = os.pidfd_open(pid)
-                    try:
-                        if procfs.alive(pid, ticks):
-                            signal.pidfd_send_signal(fd, signal.SIGKILL)
-                    finally:
-                        os.close(fd)
-        for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET, *shim_.LOGS):
-            (record.run_dir / name).unlink(missing_ok=True)
-
 
 def _state(frozen: Snapshot) -> int:
     try:
@@ -362,33 +340,6 @@ async def _reading(work: Awaitable[int], path: Path) -> int:
         raise HostSetupError(
             f"{path} cannot be read: {error.strerror}", hint="build the template again"
         ) from error
-
-
-async def _gone(pid: int, ticks: int) -> None:
-    """Wait until that process has ended, VM_STOP_TIMEOUT_S at most."""
-    with contextlib.suppress(ProcessLookupError, TimeoutError):
-        fd = os.pidfd_open(pid)
-        try:
-            if procfs.alive(pid, ticks):
-                await asyncio.wait_for(readable(fd), limits.VM_STOP_TIMEOUT_S)
-        finally:
-            os.close(fd)
-
-
-def _listen(run_dir: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """A listening socket in `run_dir` only we may connect to."""
-    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
-    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sock.bind(f"/proc/self/fd/{directory}/{name}")
-        (run_dir / name).chmod(0o600)
-        sock.listen(4)
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        os.close(directory)
-    return sock
 
 
 def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextlib.ExitStack) -> int:

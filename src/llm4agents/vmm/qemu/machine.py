@@ -1,6 +1,7 @@
-"""A live QEMU process as a `Machine`: its monitor, its channel, its end.
+"""A live QEMU process as a `Machine`: its monitor, its channel, what is frozen and loaded.
 
-Not here: how it is started (driver), what it is told on its command line (command).
+Not here: how it is started (driver), what it is told on its command line (command), its life as a process
+(`vmm.process`).
 """
 
 from __future__ import annotations
@@ -9,65 +10,36 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from llm4agents import limits
 from llm4agents.errors import (
-    BootError,
     CapacityError,
     ConflictError,
     CorruptSnapshotError,
     LLM4AgentsError,
     SandboxDiedError,
-    VmmError,
 )
-from llm4agents.vmm import memory, pages, procfs, rlimits, snapshot
-from llm4agents.vmm import shim as shim_
-from llm4agents.vmm.base import (
-    Checkpoint,
-    Disk,
-    Exit,
-    MachineEvent,
-    MachineRecord,
-    MachineSpec,
-    Snapshot,
-    Stats,
-)
-from llm4agents.vmm.qemu import checkpoint, disks
+from llm4agents.vmm import checkpoint, memory, pages, snapshot
+from llm4agents.vmm.base import Checkpoint, Disk, MachineEvent, MachineRecord, MachineSpec, Snapshot
+from llm4agents.vmm.process import LiveMachine, connect
+from llm4agents.vmm.qemu import disks
 from llm4agents.vmm.qemu.qmp import Event, Qmp
-from llm4agents.vmm.waiting import readable
 
 AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
-EVENTS_KEPT_MAX = 64
 _ANNOUNCEMENT = {"announce-rounds": 1, "announce-initial": 100_000}
 """Where a clone's address is, its host knows: as few packets and interrupts to tell it as can be, and late.
 None at all (0 rounds) and QEMU 7.2 dies of a reset of the NIC (seen), which a guest's root can ask for."""
 _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
 
 
-def connect(run_dir: Path, name: str) -> socket.socket:
-    """A connection to a socket of `run_dir`, non-blocking; OSError when nobody listens."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sock.setblocking(False)
-        # Through the descriptor: a socket's path has 107 bytes at most, a run_dir may be longer.
-        sock.connect(f"/proc/self/fd/{directory}/{name}")
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        os.close(directory)
-    return sock
+class QemuMachine(LiveMachine):
+    """See `vmm.base.Machine`."""
 
-
-class QemuMachine:
-    """See `vmm.base.Machine`. Belongs to the event loop it was made in."""
+    sockets = (AGENT_SOCKET, QMP_SOCKET)
 
     def __init__(
         self,
@@ -80,34 +52,14 @@ class QemuMachine:
         memory_fd: int | None = None,
     ) -> None:
         """Takes over both sockets and `memory_fd`. Raises ProcessLookupError when shim or VMM is gone."""
-        self.record = record
         self._spec, self._identity = spec, identity
         self._channel, self._memory_fd = channel, memory_fd
-        self._queues: list[asyncio.Queue[MachineEvent]] = []
-        self._found: deque[MachineEvent] = deque(maxlen=EVENTS_KEPT_MAX)
         self._migration: asyncio.Future[str] | None = None
-        self._stopping = False
         self._unused: list[disks.Given] = []
-        self._pidfds = [os.pidfd_open(record.shim_pid), os.pidfd_open(record.vmm_pid)]
+        super().__init__(record)
         self._qmp = Qmp(qmp_socket, self._on_event)
-        self._end = asyncio.create_task(self._watch(), name=f"watch {record.id}")
 
-    # -- life ---------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> Exit:
-        for fd in self._pidfds:  # the VMM after the shim: when that was killed, the kernel ends this one
-            await readable(fd)
-        with contextlib.suppress(ChildProcessError):  # not our child when adopted: init reaps it
-            os.waitpid(self.record.shim_pid, os.WNOHANG)  # noqa: ASYNC222
-        ended = shim_.read_exit(self.record.run_dir)
-        if ended.reason == "lost":
-            for name in (AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET):
-                (self.record.run_dir / name).unlink(missing_ok=True)
-        self._close()
-        self._publish(MachineEvent("ended", describe(ended)))
-        return ended
-
-    def _close(self) -> None:
+    def _let_go(self) -> None:
         self._qmp.close("the virtual machine ended")
         if self._channel is not None:
             self._channel.close()
@@ -115,50 +67,6 @@ class QemuMachine:
         if self._memory_fd is not None:
             os.close(self._memory_fd)
             self._memory_fd = None
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds = []
-
-    async def wait(self) -> Exit:
-        return await asyncio.shield(self._end)
-
-    async def stop(self) -> Exit:
-        if not self._end.done():
-            self._stopping = True
-            self._signal(0, signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self.wait(), limits.VM_STOP_TIMEOUT_S)
-            except TimeoutError:
-                # The shim does not answer: with it the kernel kills the VMM.
-                self._signal(0, signal.SIGKILL)
-                self._signal(1, signal.SIGKILL)
-        ended = await self.wait()
-        for name in shim_.LOGS:
-            (self.record.run_dir / name).unlink(missing_ok=True)
-        return ended
-
-    def _signal(self, which: int, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, IndexError):
-            signal.pidfd_send_signal(self._pidfds[which], number)
-
-    async def detach(self) -> None:
-        self._end.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._end
-        self._close()
-
-    async def set_deadline(self, unix: float | None, *, act: shim_.Act = "kill") -> None:
-        self._check_alive("move the deadline of")
-        shim_.write_deadline(self.record.run_dir, unix, act)
-
-    def limit_files(self, bytes_max: int) -> None:
-        self._check_alive("limit the files of")
-        # SIGXFSZ is ignored in the VMM (the shim does it), so that the write fails; that EFBIG is the guest's to
-        # hear and no reason to stand still is `werror=enospc`.
-        try:
-            rlimits.limit_files(self.record.vmm_pid, bytes_max)
-        except ProcessLookupError as error:
-            raise ConflictError(f"the virtual machine {self.record.id} has ended") from error
 
     # -- running and standing still -----------------------------------------------------------------------
 
@@ -183,61 +91,9 @@ class QemuMachine:
                 f"the agent channel of {self.record.id} cannot be connected: {error}"
             ) from error
 
-    async def stats(self) -> Stats:
-        found = procfs.stats(self.record.vmm_pid) if not self._end.done() else None
-        if found is None:
-            raise ConflictError(f"the virtual machine {self.record.id} has ended")
-        return found
-
-    def _check_alive(self, act: str) -> None:
-        if self._end.done():
-            ended = "it was let go of" if self._end.cancelled() else describe(self._end.result())
-            raise ConflictError(f"cannot {act} the virtual machine {self.record.id}: {ended}")
-
     async def _command(self, command: str, **arguments: Any) -> Any:
         """One monitor command; ConflictError when the VM has ended, SandboxDiedError when it does now."""
-        self._check_alive(command)
-        try:
-            return await self._qmp.execute(command, **arguments)
-        except VmmError:
-            raise
-        except LLM4AgentsError as error:
-            ended = await self._ended_within(1.0)
-            if ended is None:
-                raise
-            raise SandboxDiedError(
-                f"the virtual machine {self.record.id} ended: {describe(ended)}"
-            ) from error
-
-    async def _ended_within(self, seconds: float) -> Exit | None:
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self.wait(), seconds)
-        return None
-
-    # -- events -------------------------------------------------------------------------------------------
-
-    def events(self) -> AsyncIterator[MachineEvent]:
-        queue: asyncio.Queue[MachineEvent] = asyncio.Queue(EVENTS_KEPT_MAX)
-        for event in self._found:
-            queue.put_nowait(event)
-        if self._end.done():
-            _put(queue, MachineEvent("ended"))
-        self._queues.append(queue)
-        return self._read(queue)
-
-    async def _read(self, queue: asyncio.Queue[MachineEvent]) -> AsyncIterator[MachineEvent]:
-        try:
-            while True:
-                event = await queue.get()
-                yield event
-                if event.kind == "ended":
-                    return
-        finally:
-            self._queues.remove(queue)
-
-    def _publish(self, event: MachineEvent) -> None:
-        for queue in self._queues:
-            _put(queue, event)
+        return await self._answer(command, self._qmp.execute(command, **arguments))
 
     def _on_event(self, event: Event) -> None:
         name, data = event["event"], event.get("data", {})
@@ -257,10 +113,6 @@ class QemuMachine:
         over = status in ("completed", "failed", "cancelled")
         if over and self._migration is not None and not self._migration.done():
             self._migration.set_result(str(status))
-
-    def wake(self) -> None:
-        """Let a VMM go on that its deadline stopped (SIGSTOP) when no server lived."""
-        self._signal(1, signal.SIGCONT)
 
     async def greet(self) -> None:
         """First words to a monitor that is new to us; for an adopted machine also: what state is it in."""
@@ -311,14 +163,6 @@ class QemuMachine:
         both: set[asyncio.Future[Any]] = {self._migration, self._end}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         return self._migration.result() if self._migration.done() else "the process ended"
-
-    async def _boot_error(self, what: str, why: object) -> BootError:
-        ended = await self._ended_within(0.5)
-        tail = ended.console_tail if ended is not None else shim_.console_tail(self.record.run_dir)
-        words = f"{describe(ended)}" if ended is not None else str(why) or "no answer in time"
-        return BootError(
-            f"the virtual machine {self.record.id} {what}: {words}", console_tail=printable(tail)[-4000:]
-        )
 
     async def started(self) -> None:
         """Wait for the monitor of a VM that boots. Raises BootError with QEMU's words when it ends."""
@@ -422,29 +266,3 @@ class QemuMachine:
             await asyncio.to_thread(os.fsync, fd)
         finally:
             os.close(fd)
-
-
-def _put(queue: asyncio.Queue[MachineEvent], event: MachineEvent) -> None:
-    if queue.full():
-        queue.get_nowait()
-    queue.put_nowait(event)
-
-
-def describe(ended: Exit) -> str:
-    """How a VMM ended, in words."""
-    if ended.reason == "deadline":
-        return "its time was over"
-    if ended.reason == "stopped":
-        return "it was stopped"
-    if ended.reason == "lost":
-        return "its keeper was killed"
-    if ended.signal is not None:
-        return f"the virtual machine monitor was killed by signal {ended.signal}"
-    lines = [line for line in printable(ended.console_tail).splitlines() if line.strip()]
-    last = lines[-1][-300:] if lines else "without a word"
-    return f"the guest or its monitor ended (status {ended.code}): {last}"
-
-
-def printable(text: str) -> str:
-    """A console's text without what would move a reader's terminal."""
-    return "".join(letter for letter in text if letter == "\n" or letter == "\t" or letter.isprintable())

@@ -25,7 +25,7 @@ STATE_BYTES_MAX = 64 << 20
 """Devices of a machine of ours take 20 KB; a monitor gone mad fills this much of the host's memory and no more."""
 
 
-class QemuCheckpoint:
+class MachineCheckpoint:
     """See `vmm.base.Checkpoint`."""
 
     def __init__(self, frozen: Snapshot, copied: pages.Copied) -> None:
@@ -67,7 +67,7 @@ async def make(
     frozen: Snapshot,
     save_state: Callable[[int], Awaitable[None]],
     save_pages: Callable[[int], Awaitable[pages.Copied]],
-) -> QemuCheckpoint:
+) -> MachineCheckpoint:
     """Fill `directory` with what the two callbacks write; `frozen` says what it will be a snapshot of.
 
     `save_state` gets a descriptor of memory, `save_pages` one of the file. Raises CapacityError and what they do;
@@ -93,17 +93,17 @@ async def make(
     frozen = replace(
         frozen, memory_bytes=copied.pages * pages.PAGE, pages_bytes=size, state_bytes=state_bytes
     )
-    return QemuCheckpoint(frozen, copied)
+    return MachineCheckpoint(frozen, copied)
 
 
 async def _state(path: Path, save: Callable[[int], Awaitable[None]]) -> int:
-    """Let `save` write into memory, and that to `path`: a full disk is then our error and not QEMU's."""
+    """Let `save` write into memory, and that to `path`: a full disk is then our error and not the monitor's."""
     kept = os.memfd_create("llm4agents-state", os.MFD_CLOEXEC)
     try:
         await save(kept)
         size = os.fstat(kept).st_size
         if not 0 < size <= STATE_BYTES_MAX:
-            raise VmmError(f"QEMU wrote {size} bytes as the state of its devices")
+            raise VmmError(f"the monitor wrote {size} bytes as the state of its devices")
         body = os.pread(kept, size, 0)
     finally:
         os.close(kept)

@@ -5,6 +5,7 @@ use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
 use crate::fsfreeze::Disks;
+use crate::nested;
 use crate::network;
 use crate::restore::{Names, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
@@ -118,8 +119,10 @@ fn start() -> Step<Agent> {
         load_modules(|path| path.contains(VSOCK))?;
     }
     let upper = mount_root(&events)?;
+    nested::load(load)?;
     switch_root()?;
     mount_rest()?;
+    nested::open_devices();
     let names = settle()?;
     let channel = match port {
         Some(channel) => channel.doing("open the agent's port")?,
@@ -149,14 +152,16 @@ fn mount(source: &str, target: &str, kind: &str, flags: libc::c_ulong, data: &st
 
 fn load_modules(wanted: impl Fn(&str) -> bool) -> Step<()> {
     let order = fs::read_to_string(MODULES).unwrap_or_default();
-    for path in order.lines().filter(|line| !line.trim().is_empty() && wanted(line)) {
-        let file = fs::File::open(path.trim()).doing(format_args!("module {path}"))?;
-        // SAFETY: an open file and an empty string.
-        let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), b"\0".as_ptr(), 0) };
-        let error = io::Error::last_os_error();
-        if result != 0 && error.raw_os_error() != Some(libc::EEXIST) {
-            return Err(format!("module {path}: {error}"));
-        }
+    order.lines().filter(|line| !line.trim().is_empty() && wanted(line)).try_for_each(load)
+}
+
+fn load(path: &str) -> Step<()> {
+    let file = fs::File::open(path.trim()).doing(format_args!("module {path}"))?;
+    // SAFETY: an open file and an empty string.
+    let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), b"\0".as_ptr(), 0) };
+    let error = io::Error::last_os_error();
+    if result != 0 && error.raw_os_error() != Some(libc::EEXIST) {
+        return Err(format!("module {path}: {error}"));
     }
     Ok(())
 }

@@ -5,7 +5,7 @@
 //!   `stream` (what one stream is doing), `worker` (threads for file calls, which can block);
 //! - verbs: `exec` + `spawn`, `managed` + `log` + `pty`, `ports`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
 //! - trees, in workers: `tar_out`, `tar_in` (`tar` is the format, pure), `search`, `watch`, `attributes`, over `walk` and `glob`;
-//! - the machine: `init` (PID 1's duties), `cgroup`, `fsfreeze`, `network`, `protect`, `users`, `sys` (system calls std lacks).
+//! - the machine: `init` (PID 1's duties), `cgroup`, `fsfreeze`, `network`, `nested`, `protect`, `users`, `sys` (system calls std lacks).
 //!
 //! The rules: nothing polls on a timer, everything has a bound, the exec path starts no thread, and nothing the
 //! host sends can make it panic.
@@ -26,6 +26,7 @@ pub mod log;
 pub mod managed;
 pub mod metrics;
 pub mod msgpack;
+pub mod nested;
 pub mod network;
 pub mod out;
 pub mod ports;

@@ -26,6 +26,7 @@ ROOM_BYTES = 400_000_000
 _BUILDER = 1
 _MODULE_BYTES_MAX = 67_108_864
 
+Ordered = list[tuple[str, bytes]]
 Refuses = Callable[[str], str | None]
 """From a kernel release to why this host's VMM must not run it, or None. The engine has the table."""
 
@@ -41,6 +42,8 @@ class Kernel:
     """SHA-256 of the vmlinux."""
     modules: tuple[tuple[str, Path], ...]
     """(name, plain .ko) in load order."""
+    nested: tuple[tuple[str, Path], ...] = ()
+    """Those on top in a machine that may run machines, in load order after `modules`."""
 
 
 async def build_kernel(
@@ -56,7 +59,7 @@ async def build_kernel(
     another one means that every template is built anew. Raises HostSetupError, CapacityError.
     """
     system = debian.host()
-    key = digest_of([_BUILDER, system.codename, system.architecture, kmod.WANTED, kmod.OPTIONAL])
+    key = digest_of([_BUILDER, system.codename, system.architecture, kmod.WANTED, kmod.OPTIONAL, kmod.NESTED])
     async with cache.lock(f"kernel-{key[:16]}", progress):
         kernel = None if refresh else _recall(cache, key)
         if kernel is None or refuses(kernel.release):
@@ -69,8 +72,11 @@ def _recall(cache: Cache, key: str) -> Kernel | None:
     if body is None:
         return None
     vmlinux_path = cache.blob(body["vmlinux"])
-    modules = [(name, cache.blob(digest)) for name, digest in body["modules"]]
-    if vmlinux_path is None or any(path is None for _, path in modules):
+    modules, nested = (
+        tuple((name, path) for name, digest in body[part] if (path := cache.blob(digest)) is not None)
+        for part in ("modules", "nested")
+    )
+    if vmlinux_path is None or (len(modules), len(nested)) != (len(body["modules"]), len(body["nested"])):
         return None
     return Kernel(
         release=body["release"],
@@ -78,7 +84,8 @@ def _recall(cache: Cache, key: str) -> Kernel | None:
         version=body["version"],
         vmlinux=vmlinux_path,
         digest=body["vmlinux"],
-        modules=tuple((name, path) for name, path in modules if path is not None),
+        modules=modules,
+        nested=nested,
     )
 
 
@@ -102,11 +109,9 @@ async def _fetch(cache: Cache, progress: Progress, key: str, refuses: Refuses) -
         for part in re.findall(r"\blinux-(?:modules|binary)-[^ ,|]+", fields.get("Depends", "")):
             debs.append(await debian.download(part, (await debian.show(part, tmp))["Version"], tmp))
         progress("kernel", "taking kernel and modules out of the package", None)
-        image, order = await in_thread(lambda cancel: _unpack(debs, release, cancel))
+        image, *orders = await in_thread(lambda cancel: _unpack(debs, release, cancel))
         elf = await in_thread(lambda _: vmlinux.extract(image))
-        modules = []
-        for module, data in order:
-            modules.append((module, cache.ingest_bytes(data)[0]))
+        modules, nested = ([(name, cache.ingest_bytes(data)[0]) for name, data in order] for order in orders)
         digest, _ = await in_thread(lambda _: cache.ingest_bytes(elf))
         body = {
             "release": release,
@@ -114,6 +119,7 @@ async def _fetch(cache: Cache, progress: Progress, key: str, refuses: Refuses) -
             "version": version,
             "vmlinux": digest,
             "modules": modules,
+            "nested": nested,
         }
         cache.remember("kernel", key, body)
     kernel = _recall(cache, key)
@@ -132,12 +138,12 @@ async def _resolve(tmp: Path) -> tuple[str, str]:
     return name, found[2] or (await debian.show(name, tmp))["Version"]
 
 
-def _unpack(debs: list[Path], release: str, cancel: Cancel) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """The bzImage, and the modules' (name, plain .ko) in load order."""
+def _unpack(debs: list[Path], release: str, cancel: Cancel) -> tuple[bytes, Ordered, Ordered]:
+    """The bzImage, the modules' (name, plain .ko) in load order, and those a nested machine has on top."""
     image = b""
     builtin = ""
     files: dict[str, bytes] = {}
-    names = {kmod.canonical(name) for name in (*kmod.WANTED, *kmod.OPTIONAL)}
+    names = {kmod.canonical(name) for name in (*kmod.WANTED, *kmod.OPTIONAL, *kmod.NESTED)}
     for path, data in (member for deb in debs for member in _members(deb, release, cancel)):
         if path == f"boot/vmlinuz-{release}":
             image = data
@@ -160,8 +166,13 @@ def _unpack(debs: list[Path], release: str, cancel: Cancel) -> tuple[bytes, list
         plain[name] = _plain(path, files[path])
         modules[name] = kmod.Module(name, path, kmod.depends_of(kmod.modinfo(plain[name])))
         todo += [dependency for dependency in modules[name].depends if dependency in by_name]
-    order = kmod.load_order(kmod.WANTED, kmod.OPTIONAL, modules, kmod.builtin_names(builtin))
-    return image, [(module.name, plain[module.name]) for module in order]
+    compiled_in = kmod.builtin_names(builtin)
+    order = kmod.load_order(kmod.WANTED, kmod.OPTIONAL, modules, compiled_in)
+    loaded = compiled_in | {module.name for module in order}
+    # A kernel that lacks some still makes every other machine.
+    on_top = kmod.load_order([name for name in kmod.NESTED if name in modules], (), modules, loaded)
+    every, nested = ([(module.name, plain[module.name]) for module in part] for part in (order, on_top))
+    return image, every, nested
 
 
 def _members(deb: Path, release: str, cancel: Cancel) -> list[tuple[str, bytes]]:

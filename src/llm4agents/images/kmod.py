@@ -30,6 +30,31 @@ WANTED: tuple[str, ...] = (
 )
 OPTIONAL: tuple[str, ...] = ("crc32c_generic",)
 """Asked for by name by what is above where a kernel has them at all; newer ones have no such module."""
+NESTED: tuple[str, ...] = (
+    # A machine that may run machines of its own. `kvm_amd` and `kvm_intel` refuse to load on the other's processor:
+    # the agent loads the one that fits.
+    "kvm",
+    "kvm_amd",
+    "kvm_intel",
+    # Their networks: taps, and what a ruleset such as our own barrier's is made of (`barrier.link.nft`).
+    "tun",
+    "vhost_net",
+    "nf_tables",
+    "nfnetlink_log",
+    "nf_log_syslog",
+    "nft_chain_nat",
+    "nft_connlimit",
+    "nft_ct",
+    "nft_limit",
+    "nft_log",
+    "nft_masq",
+    "nft_nat",
+    "nft_numgen",
+    "nft_redir",
+    "nft_reject_ipv4",
+    "nft_reject_inet",
+)
+"""What only a nested machine's initramfs has on top, so that no other pays for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,3 +39,12 @@ def test_cpio_lists_and_unpacks_it(tmp_path) -> None:
     assert (tmp_path / "modules.order").read_text() == "/modules/virtio.ko\n/modules/ext4.ko\n"
     assert (tmp_path / "modules/virtio.ko").read_bytes() == b"module"
     assert (tmp_path / "modules/ext4.ko").read_bytes() == b""
+
+
+def test_only_a_nested_machines_archive_has_the_list_of_modules_for_it(tmp_path) -> None:
+    every = [("virtio", b"module")]
+    assert assemble(b"\x7fELF agent", every, []) == assemble(b"\x7fELF agent", every)
+    assert b"modules.nested" not in assemble(b"\x7fELF agent", every)
+    nested = assemble(b"\x7fELF agent", every, [("kvm", b"m"), ("tun", b"m")])
+    assert b"modules.nested" in nested and b"/modules/kvm.ko\n/modules/tun.ko\n" in nested
+    assert b"/modules/virtio.ko\n" in nested

@@ -186,8 +186,11 @@ impl Agent {
             self.fill();
             self.produce();
             if self.writable && !self.out.is_empty() {
-                self.out.flush(|bytes| self.channel.write(bytes))?;
-                self.set_writable(self.out.is_empty())?;
+                match self.out.flush(|bytes| self.channel.write(bytes)) {
+                    Ok(()) => self.set_writable(self.out.is_empty())?,
+                    Err(_) if self.channel.hang_up() => self.reconnect(),
+                    Err(error) => return Err(error),
+                }
             }
             if self.power_off && self.out.is_empty() {
                 return Ok(());
@@ -219,7 +222,7 @@ impl Agent {
                 }
             }
             ACCEPT if self.channel.accept(&self.epoll, CHANNEL << 32).unwrap_or(false) => {
-                self.end_session();
+                self.reconnect();
                 (self.readable, self.writable) = (true, true);
             }
             CHILDREN => self.reap(),
@@ -269,8 +272,7 @@ impl Agent {
                 }
                 Input::Closed => {
                     self.readable = false;
-                    self.end_session();
-                    decoder.forget();
+                    self.disconnected(&mut decoder);
                     open = !matches!(self.channel, Channel::Socket(_));
                     break;
                 }
@@ -290,6 +292,23 @@ impl Agent {
     fn begin_session(&mut self, nonce: u64) {
         self.end_session();
         self.out.begin(nonce);
+    }
+
+    fn reconnect(&mut self) {
+        if let Some(mut decoder) = self.decoder.take() {
+            self.disconnected(&mut decoder);
+            self.decoder = Some(decoder);
+        }
+    }
+
+    /// The connection is gone, and with it what was on its way in either direction. Where that is nothing, since the host had
+    /// silenced us (a VMM whose snapshot resets connections), the session waits for the next one.
+    fn disconnected(&mut self, decoder: &mut Decoder) {
+        if self.out.is_quiet() {
+            return decoder.cut();
+        }
+        self.end_session();
+        decoder.forget();
     }
 
     /// Cancel every stream; services live on.

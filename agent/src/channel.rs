@@ -63,15 +63,22 @@ impl Channel {
         }
     }
 
-    /// Take a waiting connection; it replaces the one before, whose host is gone or has given up.
+    /// Take a waiting connection; it replaces the one before, whose host is gone or has given up. Only the host may:
+    /// false for one of the guest itself (vsock_loopback) or of a machine that runs in it, which is closed.
     pub fn accept(&mut self, epoll: &Epoll, data: u64) -> io::Result<bool> {
         let Self::Vsock { listener, peer } = self else { return Ok(false) };
-        // SAFETY: no address is asked for; the descriptor is ours.
-        let fd = unsafe {
+        // SAFETY: an address of the size that is said; the descriptor is ours.
+        let (fd, cid) = unsafe {
             let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-            let fd = cvt(libc::accept4(listener.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), flags))?;
-            OwnedFd::from_raw_fd(fd)
+            let mut from: libc::sockaddr_vm = std::mem::zeroed();
+            let mut size = std::mem::size_of_val(&from) as libc::socklen_t;
+            let address = (&mut from as *mut libc::sockaddr_vm).cast();
+            let fd = cvt(libc::accept4(listener.as_raw_fd(), address, &mut size, flags))?;
+            (OwnedFd::from_raw_fd(fd), from.svm_cid)
         };
+        if cid != libc::VMADDR_CID_HOST {
+            return Ok(false);
+        }
         epoll.add(fd.as_raw_fd(), IN | RDHUP | EDGE, data)?;
         *peer = Some(fd);
         Ok(true)
@@ -110,6 +117,17 @@ impl Channel {
                 Input::Closed
             }
             Self::Socket(_) => Input::Closed,
+        }
+    }
+
+    /// Whether the connection may break and another come; a write's error has then ended this one.
+    pub fn hang_up(&mut self) -> bool {
+        match self {
+            Self::Vsock { peer, .. } => {
+                *peer = None;
+                true
+            }
+            Self::Port(_) | Self::Socket(_) => false,
         }
     }
 

@@ -128,8 +128,14 @@ impl Decoder {
         self.high = self.end;
     }
 
-    /// End the session: every frame is dropped until the next preamble.
+    /// The connection has ended, and with it a frame that has not come whole. The session goes on.
+    pub fn cut(&mut self) {
+        (self.start, self.end, self.hunting) = (0, 0, false);
+    }
+
+    /// The connection has ended and the session too: every frame is dropped until the next preamble.
     pub fn forget(&mut self) {
+        self.cut();
         self.tag = 0;
     }
 
@@ -235,6 +241,21 @@ mod tests {
             encode(&mut bytes, tag(nonce), i as u32, DATA, 1, payload);
         }
         bytes
+    }
+
+    #[test]
+    fn a_cut_ends_a_torn_frame_and_not_the_session() {
+        let bytes = session(9, &[b"first", &[7; 5000]]);
+        let mut decoder = Decoder::new();
+        assert_eq!(feed(&mut decoder, &bytes[..bytes.len() - 100], 512).len(), 2);
+        decoder.cut();
+        let mut more = Vec::new();
+        encode(&mut more, tag(9), 3, DATA, 0, b"second");
+        assert_eq!(feed(&mut decoder, &more, 512), [Seen::Frame(3, DATA, 0, b"second".to_vec())]);
+        feed(&mut decoder, &bytes[bytes.len() - 100..], 512); // rubbish, it hunts
+        decoder.forget();
+        assert_eq!(feed(&mut decoder, &more, 512), [], "of no session any more");
+        assert_eq!(feed(&mut decoder, &session(10, &[b"x"]), 512).len(), 2);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
+use crate::devices::{self, Found};
 use crate::fsfreeze::Disks;
 use crate::nested;
 use crate::network;
@@ -19,8 +20,6 @@ use std::time::{Duration, Instant};
 
 const PORT_NAME: &str = "llm4agents.agent";
 const MODULES: &str = "/modules.order";
-/// What these drive is not there where there is a virtio port: a tenth of a second of an emulated boot.
-const VSOCK: &str = "vsock";
 /// For devices to appear after their drivers are loaded.
 const DEVICE_WAIT: Duration = Duration::from_secs(10);
 const HOSTNAME: &str = "sandbox";
@@ -65,11 +64,11 @@ pub fn run() -> ! {
         say(&format!("panic: {panic}"));
         reboot(libc::RB_AUTOBOOT);
     }));
-    match start().and_then(|mut agent| agent.run().doing("channel")) {
-        Ok(()) => {
+    match start().and_then(|(mut agent, how)| agent.run().doing("channel").map(|()| how)) {
+        Ok(how) => {
             // SAFETY: takes nothing, cannot fail.
             unsafe { libc::sync() };
-            reboot(libc::RB_POWER_OFF);
+            reboot(how);
         }
         Err(error) => say(&error),
     }
@@ -82,7 +81,7 @@ fn say(message: &str) {
 
 fn reboot(how: libc::c_int) -> ! {
     loop {
-        // SAFETY: plain integers. With -no-reboot either ends the VMM.
+        // SAFETY: plain integers. Either ends the VMM, where its machine can be switched off at all.
         unsafe {
             libc::reboot(how);
             libc::reboot(libc::RB_AUTOBOOT);
@@ -108,16 +107,23 @@ fn console() {
     }
 }
 
-fn start() -> Step<Agent> {
+/// The agent, and how its machine is switched off.
+fn start() -> Step<(Agent, libc::c_int)> {
     for (kind, path) in [("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev")] {
         mount(kind, path, kind, libc::MS_NOSUID, "")?;
     }
+    let how = if power_off_ends() { libc::RB_POWER_OFF } else { libc::RB_AUTOBOOT };
     let events = uevents();
-    load_modules(|path| !path.contains(VSOCK))?;
-    let port = wait(&events, || Channel::port(&port_name()).transpose());
-    if port.is_none() {
-        load_modules(|path| path.contains(VSOCK))?;
-    }
+    let pci = devices::has_pci();
+    load_modules(|name| devices::is_bus(name, pci))?;
+    // Buses are looked through as their drivers load, so this waits for nothing; but it would.
+    let found = wait(&events, || Some(Found::look(pci)).filter(Found::has_disks))
+        .ok_or("there is no virtio disk: neither on virtio-mmio nor on PCI")?;
+    load_modules(|name| !devices::is_bus(name, pci) && found.wants(name))?;
+    let port = match found.vsock() {
+        true => None,
+        false => wait(&events, || Channel::port(&port_name()).transpose()),
+    };
     let upper = mount_root(&events)?;
     nested::load(load)?;
     switch_root()?;
@@ -126,17 +132,26 @@ fn start() -> Step<Agent> {
     let names = settle()?;
     let channel = match port {
         Some(channel) => channel.doing("open the agent's port")?,
-        None => Channel::vsock().doing(format_args!("no virtio port {PORT_NAME}, and vsock"))?,
+        None => Channel::vsock().doing(format_args!("listen on vsock, there being no virtio port {PORT_NAME}"))?,
     };
     let machine = machine(names, upper)?;
     prefer();
-    Agent::new(channel, Some(machine)).doing("start the agent")
+    Ok((Agent::new(channel, Some(machine)).doing("start the agent")?, how))
+}
+
+fn argument(name: &str) -> Option<String> {
+    let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('=')).map(str::to_owned)
 }
 
 fn port_name() -> String {
-    let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let name = line.split_whitespace().find_map(|word| word.strip_prefix("l4.port="));
-    name.unwrap_or(PORT_NAME).to_owned()
+    argument("l4.port").unwrap_or(PORT_NAME.to_owned())
+}
+
+/// A VMM whose machine has no power button (Firecracker) is told to reset by the keyboard controller, which is how it
+/// ends; "off" would leave its processor halted for ever.
+fn power_off_ends() -> bool {
+    argument("reboot").as_deref() != Some("k")
 }
 
 fn mount(source: &str, target: &str, kind: &str, flags: libc::c_ulong, data: &str) -> Step<()> {
@@ -152,11 +167,12 @@ fn mount(source: &str, target: &str, kind: &str, flags: libc::c_ulong, data: &st
 
 fn load_modules(wanted: impl Fn(&str) -> bool) -> Step<()> {
     let order = fs::read_to_string(MODULES).unwrap_or_default();
-    order.lines().filter(|line| !line.trim().is_empty() && wanted(line)).try_for_each(load)
+    let paths = order.lines().map(str::trim).filter(|path| !path.is_empty());
+    paths.filter(|path| wanted(devices::module_name(path))).try_for_each(load)
 }
 
 fn load(path: &str) -> Step<()> {
-    let file = fs::File::open(path.trim()).doing(format_args!("module {path}"))?;
+    let file = fs::File::open(path).doing(format_args!("module {path}"))?;
     // SAFETY: an open file and an empty string.
     let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), b"\0".as_ptr(), 0) };
     let error = io::Error::last_os_error();
@@ -200,17 +216,18 @@ pub fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) ->
     }
 }
 
-/// The disk of a slot: by its serial number, else by its place.
-pub fn disk(slot: &str, place: &str) -> Option<String> {
+/// The disk of a slot: by its serial number where the VMM gives disks their slots' names (QEMU, Cloud Hypervisor), else by
+/// its place (Firecracker's serial numbers are its own).
+pub fn disk(slot: &str) -> Option<String> {
     let mut named = false;
     for block in fs::read_dir("/sys/block").ok()?.flatten() {
         let serial = fs::read_to_string(block.path().join("serial")).unwrap_or_default();
         if serial.trim_end() == slot {
             return Some(format!("/dev/{}", block.file_name().to_string_lossy()));
         }
-        named |= !serial.trim_end().is_empty();
+        named |= devices::disk_place(serial.trim_end()).is_some();
     }
-    let path = format!("/dev/{place}");
+    let path = format!("/dev/{}", devices::disk_place(slot)?);
     (!named && Path::new(&path).exists()).then_some(path)
 }
 
@@ -218,10 +235,8 @@ pub fn disk(slot: &str, place: &str) -> Option<String> {
 
 /// The upper disk's own directory, which is under the overlay and has no path any more afterwards.
 fn mount_root(events: &Option<OwnedFd>) -> Step<OwnedFd> {
-    let find = |slot: &str, place: &str| {
-        wait(events, || disk(slot, place)).ok_or(format!("there is no disk {slot} (/dev/{place})"))
-    };
-    let (lower, upper) = (find("root", "vda")?, find("upper", "vdb")?);
+    let find = |slot: &str| wait(events, || disk(slot)).ok_or(format!("there is no disk {slot}"));
+    let (lower, upper) = (find("root")?, find("upper")?);
     mount(&lower, LOWER, "erofs", libc::MS_RDONLY, "")?;
     // No background thread that fills in inode tables: it would be running in every clone. What is removed is given
     // back to the host, whose bound of the disk counts what has ever been written and not given back.

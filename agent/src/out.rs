@@ -74,6 +74,11 @@ impl Out {
         !self.quiesced && self.tag != 0 && self.buffer.len() - self.sent < HIGH_BYTES
     }
 
+    /// Whether the last that the host has been told is QUIESCED, so that nothing of the session is on its way.
+    pub fn is_quiet(&self) -> bool {
+        self.quiesced && self.is_empty()
+    }
+
     pub fn is_empty(&self) -> bool {
         self.sent == self.buffer.len()
     }
@@ -129,8 +134,11 @@ mod tests {
         frame::preamble(&mut want, 9);
         frame::encode(&mut want, 9, 1, frame::REPLY, 0, b"a");
         frame::encode(&mut want, 9, 0, frame::QUIESCED, 0, b"");
+        assert!(!out.is_quiet());
         assert_eq!(drain(&mut out), want);
+        assert!(out.is_quiet());
         out.unquiesce();
+        assert!(!out.is_quiet());
         want.clear();
         frame::encode(&mut want, 9, 1, frame::END, 0, b"b");
         assert_eq!(drain(&mut out), want);

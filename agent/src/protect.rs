@@ -88,7 +88,7 @@ impl Protect {
     /// The disk, once the kernel has heard how large it is now, without what the kernel knew of the empty one.
     fn device(&self) -> Outcome<CString> {
         let sized = || {
-            let device = init::disk(&self.slot, "vdc")?;
+            let device = init::disk(&self.slot)?;
             let size = fs::read_to_string(format!("/sys/block/{}/size", device.rsplit('/').next()?)).ok()?;
             (size.trim().parse::<u64>().ok()? * 512 == self.bytes).then_some(device)
         };

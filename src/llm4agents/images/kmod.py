@@ -17,9 +17,12 @@ WANTED: tuple[str, ...] = (
     "virtio_ring",
     "virtio",
     "virtio_mmio",
+    # The agent loads what this machine has devices for (`agent/src/devices.rs`); Cloud Hypervisor's are on PCI.
+    "virtio_pci",
     "virtio_blk",
     "virtio_console",
     "virtio_rng",
+    "virtio_balloon",
     "virtio_net",
     "erofs",
     "overlay",

@@ -9,6 +9,14 @@ pub const CONFIG_BYTES_MAX: usize = 1 << 20;
 /// Descriptors of one message to who asks for them.
 pub const SERVED_MAX: usize = 16;
 
+/// An open file or directory of ours and where the VMM sees it.
+#[derive(Debug, PartialEq)]
+pub struct Bind {
+    pub fd: i32,
+    pub read_only: bool,
+    pub path: CString,
+}
+
 #[derive(Debug, Default, PartialEq)]
 pub struct Config {
     /// `arg`, repeated: the VMM's argv; the first is the absolute path that is executed.
@@ -38,6 +46,16 @@ pub struct Config {
     pub console_bytes_max: u64,
     /// `unlink`, repeated: names in `run_dir` that are removed when the VMM has ended.
     pub unlink: Vec<CString>,
+    /// `jail`: the directory that becomes the VMM's root. Absent: it sees ours.
+    pub jail: Option<i32>,
+    /// `userns`: its namespaces are those of a new user namespace (1 or 0).
+    pub userns: bool,
+    /// `bind`, repeated: `FD:ro|rw:PATH`; with `jail`, a path inside that root.
+    pub binds: Vec<Bind>,
+    /// `cgroup`: the directory the VMM joins; removed when it has ended.
+    pub cgroup: Option<i32>,
+    /// `launcher` (1 or 0): argv is a VMM's own jailer, run with every right we have.
+    pub launcher: bool,
     /// `oom_score_adj` of the VMM: the kernel should take a sandbox before the server.
     pub oom_score_adj: i32,
 }
@@ -76,6 +94,12 @@ impl Config {
         if config.serve.len() > SERVED_MAX {
             return Err(format!("'serve': at most {SERVED_MAX}"));
         }
+        if config.launcher && (config.uid.is_some() || config.jail.is_some()) {
+            return Err("'launcher' goes with neither 'uid' nor 'jail': it jails by itself".into());
+        }
+        if !config.launcher && config.jail.is_none() && (!config.binds.is_empty() || config.userns) {
+            return Err("'bind' and 'userns' need 'jail' or 'launcher'".into());
+        }
         if config.uid == Some(0) || config.gid == Some(0) {
             return Err("a VMM never runs as root".into());
         }
@@ -105,6 +129,25 @@ impl Config {
             "run_dir" => self.run_dir = string()?,
             "grace_ms" => self.grace_ms = number(key, value)?,
             "console_bytes_max" => self.console_bytes_max = number(key, value)?,
+            "jail" => self.jail = Some(number(key, value)?),
+            "userns" => self.userns = flag(key, value)?,
+            "launcher" => self.launcher = flag(key, value)?,
+            "cgroup" => self.cgroup = Some(number(key, value)?),
+            "bind" => {
+                let mut parts = value.splitn(3, |&byte| byte == b':');
+                let mut part = || parts.next().ok_or("bind: expected fd:ro|rw:path");
+                let (fd, mode, path) = (part()?, part()?, part()?);
+                if path.first() != Some(&b'/') || path.split(|&byte| byte == b'/').any(|name| name == b"..") {
+                    return Err("bind: the path must be absolute and without '..'".into());
+                }
+                let read_only = match mode {
+                    b"ro" => true,
+                    b"rw" => false,
+                    _ => return Err("bind: expected ro or rw".into()),
+                };
+                let path = CString::new(path).map_err(|_| "bind: holds a NUL")?;
+                self.binds.push(Bind { fd: number(key, fd)?, read_only, path });
+            }
             "oom_score_adj" => self.oom_score_adj = number(key, value)?,
             "unlink" if value.is_empty() || value.contains(&b'/') => {
                 return Err("unlink: only plain names".into())
@@ -130,6 +173,14 @@ impl Config {
     }
 }
 
+fn flag(key: &str, value: &[u8]) -> Result<bool, String> {
+    match value {
+        b"1" => Ok(true),
+        b"0" => Ok(false),
+        _ => Err(format!("{key}: expected 1 or 0")),
+    }
+}
+
 fn number<N: std::str::FromStr>(key: &str, value: &[u8]) -> Result<N, String> {
     std::str::from_utf8(value)
         .ok()
@@ -150,7 +201,8 @@ mod tests {
         let config = parse(
             "arg=/bin/vmm|arg=-x=1|arg=|env=A=b=c|fd=7|fd=5|hold=9|status=4|uid=70|gid=71|rlimit=core:0|\
              run_dir=/run/x|grace_ms=5000|console_bytes_max=99|unlink=a.sock|oom_score_adj=500|\
-             serve=tcp:11|serve=net:12|serve_socket=13|",
+             serve=tcp:11|serve=net:12|serve_socket=13|jail=14|userns=1|bind=15:rw:/dev/kvm|\
+             bind=16:ro:/a:b|cgroup=17|launcher=0|",
         )
         .unwrap();
         assert_eq!(config.argv.len(), 3);
@@ -160,6 +212,9 @@ mod tests {
         assert_eq!((config.uid, config.gid), (Some(70), Some(71)));
         assert_eq!(config.serve, vec![("tcp".to_owned(), 11), ("net".to_owned(), 12)]);
         assert_eq!(config.serve_socket, Some(13));
+        assert_eq!((config.jail, config.userns, config.cgroup, config.launcher), (Some(14), true, Some(17), false));
+        let bind = |fd, read_only, path: &str| Bind { fd, read_only, path: CString::new(path).unwrap() };
+        assert_eq!(config.binds, vec![bind(15, false, "/dev/kvm"), bind(16, true, "/a:b")]);
         assert_eq!(config.rlimits, vec![(Limit::Core, 0)]);
         assert_eq!((config.grace_ms, config.console_bytes_max, config.oom_score_adj), (5000, 99, 500));
     }
@@ -179,6 +234,13 @@ mod tests {
             ("arg=/x|run_dir=/r|serve=a,b:3|", "comma"),
             ("arg=/x|run_dir=/r|serve=a|", "name:fd"),
             ("arg=/x|run_dir=/r|serve=a:b|", "number"),
+            ("arg=/x|run_dir=/r|jail=3|launcher=1|", "neither"),
+            ("arg=/x|run_dir=/r|bind=3:ro:/x|", "need"),
+            ("arg=/x|run_dir=/r|launcher=1|bind=3:ro|", "fd:ro"),
+            ("arg=/x|run_dir=/r|launcher=1|bind=3:ro:x|", "absolute"),
+            ("arg=/x|run_dir=/r|launcher=1|bind=3:ro:/a/../x|", "absolute"),
+            ("arg=/x|run_dir=/r|launcher=1|bind=3:no:/x|", "ro or rw"),
+            ("arg=/x|run_dir=/r|launcher=yes|", "1 or 0"),
             ("arg=/x|run_dir=/r|colour=red|", "versions"),
         ] {
             let error = parse(text).unwrap_err();

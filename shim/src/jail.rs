@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
 
 use crate::config::{Config, Limit};
 use crate::sys::{self, check};
+use crate::{mounts, namespaces};
 
 /// The ends of pipes the child gets.
 pub struct Pipes<'a> {
@@ -20,9 +21,9 @@ pub struct Pipes<'a> {
 }
 
 /// Become the VMM. Returns only by reporting what failed and exiting 127.
-pub fn enter(config: &Config, pipes: &Pipes, parent: libc::pid_t) -> ! {
+pub fn enter(config: &Config, pipes: &Pipes) -> ! {
     let mut failure = pipes.failure.as_raw_fd();
-    let words = match try_enter(config, pipes, parent, &mut failure) {
+    let words = match try_enter(config, pipes, &mut failure) {
         Err((step, error)) => format!("{step}: {error}"),
         Ok(never) => match never {},
     };
@@ -38,10 +39,18 @@ fn step<T>(name: &str, result: Result<T>) -> Step<T> {
     result.map_err(|error| (name.to_owned(), error))
 }
 
-fn try_enter(config: &Config, pipes: &Pipes, parent: libc::pid_t, failure: &mut RawFd) -> Step<Never> {
-    let root = unsafe { libc::geteuid() } == 0;
+fn try_enter(config: &Config, pipes: &Pipes, failure: &mut RawFd) -> Step<Never> {
     step("setsid", check(unsafe { libc::setsid() }))?;
     reset_signals();
+    if let Some(cgroup) = config.cgroup {
+        step("joining the cgroup", namespaces::join_cgroup(cgroup))?;
+    }
+    if config.launcher {
+        step("making a mount namespace", mounts::leave())?;
+        for bind in &config.binds {
+            step(&format!("binding {}", bind.path.to_string_lossy()), mounts::bind(bind, None))?;
+        }
+    }
     step("arranging descriptors", arrange(config, pipes, failure))?;
     unsafe { libc::umask(0o077) };
     step("leaving the server's directory", std::env::set_current_dir("/"))?;
@@ -50,6 +59,24 @@ fn try_enter(config: &Config, pipes: &Pipes, parent: libc::pid_t, failure: &mut 
     for &(limit, value) in &config.rlimits {
         step(&format!("setting limit {limit:?} to {value}"), set_limit(limit, value))?;
     }
+    // A jailer needs all of root's rights, and gives them up itself.
+    if !config.launcher {
+        give_up(config)?;
+    }
+    step("parent-death signal", sys::die_with_parent())?;
+    if step("looking for the shim", sys::readers_gone(*failure))? {
+        return Err(("the shim died".into(), Error::from_raw_os_error(libc::ESRCH)));
+    }
+    // QEMU asks for huge pages for its translation cache: clones would each pay megabytes they do not use.
+    step("huge pages off", check(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) }))?;
+    let (argv, env) = (pointers(&config.argv), pointers(&config.env));
+    unsafe { libc::execve(argv[0], argv.as_ptr(), env.as_ptr()) };
+    Err((format!("executing {}", config.argv[0].to_string_lossy()), Error::last_os_error()))
+}
+
+/// Ids, capabilities, and the way back to either.
+fn give_up(config: &Config) -> Step<()> {
+    let root = unsafe { libc::geteuid() } == 0;
     match sys::drop_bounding() {
         Err(error) if root => return Err(("emptying the capability bounding set".into(), error)),
         _ => {} // an ordinary user may not, and with no_new_privs needs not
@@ -60,17 +87,7 @@ fn try_enter(config: &Config, pipes: &Pipes, parent: libc::pid_t, failure: &mut 
         step(&format!("becoming uid {uid}"), check(unsafe { libc::setresuid(uid, uid, uid) }))?;
     }
     step("dropping capabilities", sys::capset(0))?;
-    step("no_new_privs", sys::no_new_privs())?;
-    let die = libc::SIGKILL as libc::c_ulong;
-    step("parent-death signal", check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, die, 0, 0, 0) }))?;
-    if unsafe { libc::getppid() } != parent {
-        return Err(("the shim died".into(), Error::from_raw_os_error(libc::ESRCH)));
-    }
-    // QEMU asks for huge pages for its translation cache: clones would each pay megabytes they do not use.
-    step("huge pages off", check(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) }))?;
-    let (argv, env) = (pointers(&config.argv), pointers(&config.env));
-    unsafe { libc::execve(argv[0], argv.as_ptr(), env.as_ptr()) };
-    Err((format!("executing {}", config.argv[0].to_string_lossy()), Error::last_os_error()))
+    step("no_new_privs", sys::no_new_privs())
 }
 
 fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {

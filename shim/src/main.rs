@@ -14,6 +14,8 @@
 mod config;
 mod jail;
 mod keeper;
+mod mounts;
+mod namespaces;
 mod pages;
 mod record;
 mod serve;
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
         },
+        Some(namespaces::PAUSE) => namespaces::pause(),
         Some("--save-pages" | "--load-pages") => return copy(),
         Some(other) => {
             eprintln!("unknown argument {other}: the configuration is read from standard input");
@@ -115,7 +118,8 @@ fn run(config: &Config) -> Result<(), String> {
     std::env::set_current_dir("/").map_err(said("leaving the server's directory"))?;
     // What the server holds without close-on-exec is not for us, and still less for the VMM.
     let served = config.serve.iter().map(|(_, fd)| fd).chain(&config.serve_socket);
-    let named = config.fds.iter().chain(&config.hold).chain([&config.status]).chain(served);
+    let jail = config.binds.iter().map(|bind| &bind.fd).chain(&config.jail).chain(&config.cgroup);
+    let named = config.fds.iter().chain(&config.hold).chain([&config.status]).chain(served).chain(jail);
     sys::close_others(3, &mut named.copied().collect::<Vec<_>>());
     let dir = sys::Dir(config.run_dir.clone());
     // Watched before the child exists: a deadline that moves while we start is not missed.
@@ -126,10 +130,16 @@ fn run(config: &Config) -> Result<(), String> {
     let (stderr, stderr_end) = sys::pipe().map_err(said("pipe"))?;
     let (failure, failure_end) = sys::pipe().map_err(said("pipe"))?;
     let shim = unsafe { libc::getpid() };
+    let cgroup = config.cgroup.map(|fd| std::fs::read_link(format!("/proc/self/fd/{fd}"))).transpose();
+    let cgroup = cgroup.map_err(said("the cgroup's name"))?;
+    let first = match config.launcher {
+        true => Some(namespaces::keep_pids(&config.run_dir).map_err(said("making a pid namespace"))?),
+        false => None,
+    };
     let vmm = sys::check(unsafe { libc::fork() }).map_err(said("fork"))?;
     if vmm == 0 {
         let pipes = jail::Pipes { console: &console_end, stderr: &stderr_end, failure: &failure_end };
-        jail::enter(config, &pipes, shim);
+        jail::enter(config, &pipes);
     }
     drop((console_end, stderr_end, failure_end));
     let answer = settle(config, &failure, vmm, shim)?;
@@ -137,15 +147,25 @@ fn run(config: &Config) -> Result<(), String> {
     let words = format!("{answer}\n");
     sys::write_all(config.status, words.as_bytes()).map_err(said("answering"))?;
     unsafe { libc::close(config.status) };
-    keeper::Keeper { config, dir: &dir, vmm, signals, watch, console, stderr }
-        .run()
-        .map_err(|error| format!("keeping the VMM: {error}"))
+    let kept = keeper::Keeper { config, dir: &dir, vmm, signals, watch, console, stderr }.run();
+    if let Some(first) = first {
+        // Whatever a jailer has left in its pid namespace ends before the cgroup that it is in.
+        unsafe {
+            libc::kill(first, libc::SIGKILL);
+            libc::waitpid(first, std::ptr::null_mut(), 0);
+        }
+    }
+    if let Some(path) = cgroup {
+        namespaces::remove_cgroup(&path);
+    }
+    kept.map_err(|error| format!("keeping the VMM: {error}"))
 }
 
 /// Wait until the child has become the VMM, let go of what is not ours to hold, and say who is who.
 fn settle(config: &Config, failure: &OwnedFd, vmm: libc::pid_t, shim: libc::pid_t) -> Result<String, String> {
     // A listening socket held here too would let a connection to a dead VM hang instead of fail.
-    for &fd in &config.fds {
+    let jail = config.binds.iter().map(|bind| &bind.fd).chain(&config.jail).chain(&config.cgroup);
+    for &fd in config.fds.iter().chain(jail) {
         unsafe { libc::close(fd) };
     }
     let null = CString::new("/dev/null").map_err(|error| error.to_string())?;

@@ -12,6 +12,11 @@ pub fn check(value: libc::c_int) -> Result<libc::c_int> {
     }
 }
 
+/// A string of ours for the kernel. Fails for one with a NUL in it.
+pub fn text(words: &str) -> Result<CString> {
+    Ok(CString::new(words)?)
+}
+
 fn owned(value: libc::c_int) -> Result<OwnedFd> {
     // SAFETY: a fresh descriptor that nothing else owns.
     check(value).map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
@@ -19,6 +24,10 @@ fn owned(value: libc::c_int) -> Result<OwnedFd> {
 
 pub fn open(path: &CStr, flags: libc::c_int) -> Result<OwnedFd> {
     owned(unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC) })
+}
+
+pub fn open_at(directory: RawFd, path: &CStr, flags: libc::c_int) -> Result<OwnedFd> {
+    owned(unsafe { libc::openat(directory, path.as_ptr(), flags | libc::O_CLOEXEC) })
 }
 
 /// A directory by its path. Nothing here keeps it open: an open directory's removal is not told to who watches it.
@@ -198,6 +207,20 @@ pub fn drop_bounding() -> Result<()> {
 pub fn no_new_privs() -> Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) })?;
     Ok(())
+}
+
+/// SIGKILL when our parent dies. Cleared by every later change of credentials.
+pub fn die_with_parent() -> Result<()> {
+    let signal = libc::SIGKILL as libc::c_ulong;
+    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal, 0, 0, 0) })?;
+    Ok(())
+}
+
+/// Whether nobody can read from this pipe any more: so a parent's death is seen also from another pid namespace.
+pub fn readers_gone(pipe: RawFd) -> Result<bool> {
+    let mut polled = libc::pollfd { fd: pipe, events: 0, revents: 0 };
+    check(unsafe { libc::poll(&mut polled, 1, 0) })?;
+    Ok(polled.revents & libc::POLLERR != 0)
 }
 
 /// Field 22 of /proc/PID/stat: when the process started, in clock ticks since boot; with its pid, its identity.

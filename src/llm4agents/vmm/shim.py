@@ -38,6 +38,45 @@ LOGS = ("serial.log", "serial.log.1", "vmm.log", "vmm.log.1")
 
 
 @dataclass(frozen=True, slots=True)
+class Bind:
+    """An open file or directory of the host (`fd`, opened in our own mount namespace) that is seen at `path`.
+
+    `path` exists (a file or a directory, as the source), is absolute and has no `..`; in a Jail it lies inside the
+    root, in a Launcher it is the host's. What is read-only is without devices and programs, too.
+    """
+
+    fd: int
+    path: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Jail:
+    """What the shim makes around a VMM. What this host cannot give is left out, and `Started.jail` says so."""
+
+    root: int
+    """Descriptor of the directory that becomes its root, read-only (`vmm.jail.closure`)."""
+    binds: Sequence[Bind] = ()
+    cgroup: int | None = None
+    """Descriptor of the directory of a cgroup (v2) of its own; it is removed when the VMM has ended."""
+    user: bool = False
+    """Through a user namespace: what an ordinary user can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Instead of a Jail: `argv` is a VMM's own jailer, which becomes the VMM by `execve` (no fork, no daemon).
+
+    Only for root. It runs with all rights in a pid namespace and in a mount namespace whose `binds` nobody else
+    sees; `Launch.uid` and `gid` stay None, ids are the jailer's. Processes it leaves behind end with the VMM, the
+    VMM with the shim. The whole of `cgroup`, also what a jailer made below it, is removed when the VMM has ended.
+    """
+
+    binds: Sequence[Bind] = ()
+    cgroup: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One VMM to start. `argv[0]` is absolute; `fds` are ours and become the VMM's 3, 4, 5…"""
 
@@ -56,6 +95,9 @@ class Launch:
     gid: int | None = None
     unlink: Sequence[str] = ()
     """Names in `run_dir` removed when the VMM has ended."""
+    jail: Jail | None = None
+    launcher: Launcher | None = None
+    """At most one of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +106,44 @@ class Started:
     vmm_start_ticks: int
     shim_pid: int
     shim_start_ticks: int
+    jail: dict[str, str] = field(default_factory=dict)
+    """What the shim could do of `Launch.jail`, as it says itself; {} without one."""
 
 
-def encode(
-    launch: Launch,
-    fds: Sequence[int],
-    hold: Sequence[int],
-    status: int,
-    serve: Sequence[int] = (),
-    serve_socket: int | None = None,
-) -> bytes:
-    """The configuration the shim reads, for descriptors of these numbers in the shim. Pure."""
+def descriptors(launch: Launch) -> list[int]:
+    """Every descriptor the shim is given for it, in the order `encode` has their numbers in. Pure."""
+    jail, launcher = launch.jail, launch.launcher
+    given = [*launch.fds, *launch.hold, *launch.serve.values()]
+    given += [] if launch.serve_socket is None else [launch.serve_socket]
+    given += [] if jail is None else [jail.root]
+    for part in (jail, launcher):
+        if part is not None:
+            given += [bind.fd for bind in part.binds]
+            given += [] if part.cgroup is None else [part.cgroup]
+    return given
+
+
+def encode(launch: Launch, placed: Sequence[int], status: int) -> bytes:
+    """The configuration the shim reads; there, `descriptors(launch)` have the numbers `placed`. Pure."""
+    jail, launcher = launch.jail, launch.launcher
+    place = iter(placed)
     records: list[tuple[str, str | int]] = [("arg", arg) for arg in launch.argv]
     records += [("env", f"{name}={value}") for name, value in launch.env.items()]
-    records += [("fd", fd) for fd in fds] + [("hold", fd) for fd in hold]
+    records += [("fd", next(place)) for _ in launch.fds] + [("hold", next(place)) for _ in launch.hold]
+    records += [("serve", f"{name}:{next(place)}") for name in launch.serve]
+    if launch.serve_socket is not None:
+        records.append(("serve_socket", next(place)))
+    if jail is not None:
+        records += [("jail", next(place)), ("userns", int(jail.user))]
+    for part in (jail, launcher):
+        if part is not None:
+            for bind in part.binds:
+                records.append(("bind", f"{next(place)}:{'ro' if bind.read_only else 'rw'}:{bind.path}"))
+            if part.cgroup is not None:
+                records.append(("cgroup", next(place)))
+    if launcher is not None:
+        records.append(("launcher", 1))
     records += [("rlimit", f"{name}:{value}") for name, value in launch.rlimits.items()]
-    records += [("serve", f"{name}:{fd}") for name, fd in zip(launch.serve, serve, strict=True)]
-    if serve_socket is not None:
-        records.append(("serve_socket", serve_socket))
     records += [("unlink", name) for name in launch.unlink]
     if launch.uid is not None and launch.gid is not None:
         records += [("uid", launch.uid), ("gid", launch.gid)]
@@ -105,19 +167,12 @@ async def start(launch: Launch) -> Started:
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     config = os.memfd_create("shim-config", os.MFD_CLOEXEC)
     try:
-        served = [*launch.serve.values(), *([] if launch.serve_socket is None else [launch.serve_socket])]
-        sources = [*launch.fds, *launch.hold, *served, writer]
+        sources = [*descriptors(launch), writer]
         # Above every descriptor that is copied, so that no copy lands on one still to be copied.
         base = max([*sources, config, 2]) + 1
         placed = list(range(base, base + len(sources)))
-        cut, held = len(launch.fds), len(launch.fds) + len(launch.hold)
-        last = held + len(launch.serve)
-        asked = None if launch.serve_socket is None else placed[last]
         os.set_blocking(writer, True)
-        os.write(
-            config,
-            encode(launch, placed[:cut], placed[cut:held], placed[-1], placed[held:last], asked),
-        )
+        os.write(config, encode(launch, placed[:-1], placed[-1]))
         os.lseek(config, 0, os.SEEK_SET)
         actions = [
             (os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, placed, strict=True)
@@ -194,8 +249,10 @@ def running(machines: Path) -> dict[int, Path]:
 
 def _parse(answer: str, pid: int) -> Started:
     words = answer.split()
-    if len(words) == 5 and words[0] == "ok":
-        return Started(*map(int, words[1:]))
+    if len(words) in (5, 6) and words[0] == "ok":
+        vmm, vmm_ticks, own, own_ticks = map(int, words[1:5])
+        said = (word.partition("=") for word in ",".join(words[5:]).split(",") if word)
+        return Started(vmm, vmm_ticks, own, own_ticks, {name: value for name, _, value in said})
     _end(pid)
     why = answer.removeprefix("error: ").strip() or "the shim ended without an answer"
     raise BootError(f"the virtual machine monitor could not be started: {why}")

@@ -325,20 +325,44 @@ def test_the_probe_kernel_is_an_elf_with_a_pvh_entry() -> None:
 
 def test_shim_configuration_is_records_ended_by_nul() -> None:
     launch = shim.Launch(
-        argv=["/q", "-x=\n"], env={"A": "b"}, fds=[9], run_dir=Path("/r"), rlimits={"core": 0}, uid=70, gid=71
+        argv=["/q", "-x=\n"],
+        env={"A": "b"},
+        fds=[9],
+        run_dir=Path("/r"),
+        rlimits={"core": 0},
+        hold=[8],
+        serve={"tcp": 7, "udp": 7},
+        serve_socket=6,
+        uid=70,
+        gid=71,
+        jail=shim.Jail(5, binds=[shim.Bind(4, "/dev/kvm", read_only=False), shim.Bind(3, "/a:b")], cgroup=2),
     )
-    records = shim.encode(launch, [40], [41], 42).decode().split("\0")
+    assert shim.descriptors(launch) == [9, 8, 7, 7, 6, 5, 4, 3, 2]
+    records = shim.encode(launch, range(40, 49), 49).decode().split("\0")
     assert records[-1] == ""
     assert {
         "arg=-x=\n",
         "env=A=b",
         "fd=40",
         "hold=41",
-        "status=42",
+        "serve=tcp:42",
+        "serve=udp:43",
+        "serve_socket=44",
+        "jail=45",
+        "userns=0",
+        "bind=46:rw:/dev/kvm",
+        "bind=47:ro:/a:b",
+        "cgroup=48",
+        "status=49",
         "uid=70",
         "gid=71",
         "rlimit=core:0",
     } <= set(records)
+    launcher = shim.Launcher(binds=[shim.Bind(5, "/x")], cgroup=6)
+    other = shim.Launch(["/j"], {}, [9], Path("/r"), {}, launcher=launcher)
+    assert shim.descriptors(other) == [9, 5, 6]
+    told = shim.encode(other, [50, 51, 52], 53).decode().split("\0")
+    assert {"launcher=1", "bind=51:ro:/x", "cgroup=52"} <= set(told)
 
 
 def test_how_it_ended_in_words() -> None:

@@ -252,3 +252,17 @@ INTERCEPT_INFLATED_BYTES_MAX: Final = 16_777_216
 """What one piece of a compressed answer (64 KiB) may come to."""
 INTERCEPT_CERTIFICATES_MAX: Final = 1_024
 INTERCEPT_AUDIT_QUEUED_MAX: Final = 16_384
+
+# Isolation report: what is shown of a process that may be hostile
+ISOLATION_TEXT_CHARACTERS_MAX: Final = 256
+"""Of a name, a path, a descriptor's target."""
+ISOLATION_READ_BYTES_MAX: Final = 1_048_576
+"""Of one file of /proc."""
+ISOLATION_DESCRIPTORS_MAX: Final = 1_024
+ISOLATION_THREADS_MAX: Final = 256
+ISOLATION_MOUNTS_MAX: Final = 128
+ISOLATION_ENTRIES_MAX: Final = 512
+"""Of what lies in its root."""
+ISOLATION_DEPTH_MAX: Final = 8
+ISOLATION_EXECUTABLE_BYTES_MAX: Final = 268_435_456
+ISOLATION_TIMEOUT_S: Final = 30.0

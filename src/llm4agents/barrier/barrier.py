@@ -314,6 +314,11 @@ class Barrier:
     def gateway_up(self) -> bool:
         return self._gateway.up
 
+    def processes(self) -> dict[str, int]:
+        """The pids of gateway and interceptor, as far as they are up."""
+        found = (self._gateway, *(() if self._intercept is None else (self._intercept,)))
+        return {worker.spec.name: worker.pid for worker in found if worker.up and worker.pid is not None}
+
     # -- making the workers agree -------------------------------------------------------------------------
 
     async def _agree(self, sandbox: str, entry: _Entry) -> int:

@@ -47,12 +47,21 @@ def du(json: options.Json = False) -> None:
     output.table(("WHAT", "SIZE", "PATH"), [*rows, ("total", output.size(found.get("total_bytes") or 0), "")])
 
 
-def doctor(json: options.Json = False) -> None:
+def doctor(
+    isolation: Annotated[
+        str | None,
+        typer.Option("--isolation", metavar="ID", help="Of a running sandbox: how its VMM is confined."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
     """Check whether sandboxes can run here, and say what to do if not.
 
-    Needs no server; exit code 1 when they cannot.
+    Needs no server; exit code 1 when they cannot. With --isolation: 1 when something promised does not hold.
     """
     from llm4agents.cli import output
+
+    if isolation is not None:
+        _isolation(isolation, json)
     from llm4agents.sdk import doctor as sdk_doctor
 
     found = sdk_doctor.report()
@@ -61,6 +70,19 @@ def doctor(json: options.Json = False) -> None:
     else:
         _show(found)
     raise typer.Exit(0 if found.get("ok") else output.CODE_FAILED)
+
+
+def _isolation(given: str, json: bool) -> None:
+    from llm4agents import Sandbox
+    from llm4agents.cli import confinement, ids, output
+
+    found = Sandbox.connect(ids.resolve(given)).isolation()
+    if json:
+        output.emit(found.report)
+    else:
+        for line in confinement.lines(found):
+            print(line)
+    raise typer.Exit(0 if found.ok else output.CODE_FAILED)
 
 
 def _show(found: dict[str, Any]) -> None:

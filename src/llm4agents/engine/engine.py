@@ -19,7 +19,7 @@ import structlog
 from llm4agents import limits
 from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
-from llm4agents.engine import adoption, bounds, clock, contact, creation, lifecycle, parts, top
+from llm4agents.engine import adoption, bounds, clock, contact, creation, isolation, lifecycle, parts, top
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
@@ -497,6 +497,12 @@ class Engine(Acts):
     async def top(self) -> list[dict[str, Any]]:
         """What each sandbox that lives takes now (`engine.top`)."""
         return await top.sandboxes(self.store.alive(), self._live)
+
+    async def isolation(self, sandbox: str) -> dict[str, Any]:
+        """How its processes are confined (`engine.isolation`). Raises what `live` does, ConflictError."""
+        if self.get(sandbox).state == "paused":
+            raise ConflictError(f"{sandbox} is paused: it has no process", hint="resume it first")
+        return await isolation.of(self.live(sandbox), self.networks.barrier.processes())
 
     def usage(self) -> dict[str, Any]:
         """Disk use of this node, by part, in bytes that are allocated. Blocks: for a thread."""

@@ -375,6 +375,31 @@ def network_info(body: dict[str, Any]) -> NetworkInfo:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How the processes around a sandbox are confined, from `sandbox.isolation()`."""
+
+    ok: bool
+    """Everything that SPECIFICATION.md promises on such a host holds."""
+    driver: str
+    differences: tuple[str, ...]
+    """What does not hold, in words."""
+    missing: tuple[str, ...]
+    """What this host cannot give (an ordinary user's server, no cgroup v2…), in words."""
+    report: dict[str, Any]
+    """All of it: `processes` (by `role`: uids, capabilities, threads, namespaces, root, descriptors…), `host`."""
+
+
+def isolation(body: dict[str, Any]) -> Isolation:
+    words = {
+        name: tuple(f"{entry.get('process')}: {entry.get('words')}" for entry in body.get(name) or ())
+        for name in ("differences", "missing")
+    }
+    return Isolation(
+        bool(body.get("ok")), str(body.get("driver")), words["differences"], words["missing"], body
+    )
+
+
 def parse_time(value: Any) -> datetime | None:
     """RFC 3339 text or unix seconds, as an aware UTC datetime."""
     if value is None:

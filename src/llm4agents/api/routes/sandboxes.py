@@ -108,6 +108,12 @@ async def metrics(sandbox: str, request: Request) -> Response:
         return Json(asdict(await agent.metrics()))
 
 
+@router.get("/{sandbox}/isolation")
+async def isolation(sandbox: str, request: Request) -> Response:
+    """How its VMM and what serves it are confined, and what of the promise does not hold."""
+    return Json(await context.of(request).engine.isolation(context.check_id(sandbox)))
+
+
 @router.get("/{sandbox}/events")
 async def events(sandbox: str, request: Request) -> Response:
     engine = context.of(request).engine

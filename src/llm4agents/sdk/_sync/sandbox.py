@@ -390,6 +390,11 @@ class Sandbox:
         """CPU (ms), memory and disk (bytes), processes, as the guest counts them."""
         return self._transport.json("GET", f"/v1/sandboxes/{self.id}/metrics", sandbox=self.id)
 
+    def isolation(self) -> results.Isolation:
+        """How its VMM is confined on the host, and what of the promise does not hold. ConflictError: it is paused."""
+        body = self._transport.json("GET", f"/v1/sandboxes/{self.id}/isolation", sandbox=self.id)
+        return results.isolation(body)
+
     def events(self) -> dict[str, Any]:
         """The sandbox's state events, oldest first, as the server recorded them."""
         return self._transport.json("GET", f"/v1/sandboxes/{self.id}/events", sandbox=self.id)

@@ -1,0 +1,337 @@
+"""What is promised of the processes around a guest, as data, and how it compares with what a report has seen. Pure.
+
+SPECIFICATION.md (*Isolation*) says the same in words. What cannot be seen does not hold: a report that could not read
+something is no proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from llm4agents.vmm.jail.seen import Descriptor, Isolation, Process, Thread
+
+EVERY_SET = ("effective", "permitted", "inheritable", "ambient", "bounding")
+HELD_SETS = ("effective", "permitted", "inheritable", "ambient")
+"""Without the bounding set, which only bounds what an exec could gain: with `no_new_privs` that is nothing."""
+ISOLATED = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
+QUIET_KINDS = frozenset(
+    {"file", "memory", "pipe", "unix", "eventfd", "eventpoll", "signalfd", "timerfd", "io_uring", "inotify"}
+)
+"""Of descriptors that lead nowhere but to what was handed over, or to the process itself."""
+KVM_KINDS = frozenset({"device kvm", "kvm-vm", "kvm-vcpu", "kvm-vcpu-stats", "kvm-vm-stats", "kvm-device"})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is promised of one process."""
+
+    own_uid: bool
+    """Neither root's nor the server's, all four alike, no group of root's, no supplementary one."""
+    empty_sets: tuple[str, ...]
+    """Capability sets with nothing in them but `capabilities`."""
+    capabilities: tuple[str, ...] = ()
+    no_new_privs: bool = True
+    filters_min: int = 0
+    """Seccomp filters over each thread."""
+    namespaces: tuple[str, ...] = ()
+    """Of its own."""
+    user_namespace: bool = False
+    alone: bool = False
+    """No process in its pid namespace but itself and its pid 1."""
+    own_root: bool = False
+    root_read_only: bool = False
+    devices: frozenset[str] = frozenset()
+    """Device nodes in its root."""
+    kinds: frozenset[str] | None = None
+    """Of descriptors; None = not promised."""
+    unix_below_run: bool = False
+    """Unix sockets with a path are those of its own run directory."""
+    sealed: bool = False
+    """Memory it can only read is sealed against everybody's writing."""
+    limits: Mapping[str, int] | None = None
+    """Hard resource limits: not above these."""
+    limited: tuple[str, ...] = ()
+    """Resource limits that are not unlimited."""
+    cgroup: tuple[str, ...] = ()
+    """Bounds of a cgroup of its own, where the host has cgroup v2."""
+    landlock: bool = False
+    """Where the kernel has it."""
+    undumpable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    process: str
+    name: str
+    """Stable: `uid`, `capabilities`, `seccomp`, `namespaces`, `root`, `descriptors`, `limits`, `cgroup`, `landlock`…"""
+    words: str
+    host: bool = False
+    """The host cannot give it (or only to root): not a broken promise, and still missing."""
+
+    def __str__(self) -> str:
+        return f"{self.process}: {self.words}"
+
+
+Found = Iterator[tuple[str, str]]
+_VMM_LIMITS = {"core": 0, "nofile": 4096}
+_BOUNDS = ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
+
+
+def expected(driver: str, root: bool) -> dict[str, Part]:
+    """The promise by process role, for a VMM of that driver started by root, or by an ordinary user."""
+    if driver not in ("qemu", "firecracker", "cloud-hypervisor"):
+        raise ValueError(f"nothing is promised of a driver {driver!r}")
+    vmm = Part(
+        own_uid=root,
+        empty_sets=EVERY_SET if root else HELD_SETS,
+        # QEMU's own filter and ours over it; the others bring one for each kind of thread.
+        filters_min=2 if driver == "qemu" else 1,
+        namespaces=ISOLATED,
+        user_namespace=not root,
+        alone=True,
+        own_root=True,
+        root_read_only=True,
+        devices=frozenset({"device null", "device kvm", "device urandom"}),
+        kinds=QUIET_KINDS | KVM_KINDS | {"device null", "device net/tun", "device urandom"},
+        unix_below_run=True,
+        sealed=driver == "qemu",
+        limits=_VMM_LIMITS,
+        limited=("fsize", "as", "nproc") if root else ("fsize", "as"),
+        cgroup=_BOUNDS,
+        landlock=driver != "firecracker",
+    )
+    if driver == "firecracker":
+        # Its jailer drops ids and not the bounding set; the root is a directory of this machine's alone, into which
+        # it binds its sockets, and where its tap is opened by name.
+        vmm = _with(
+            vmm,
+            empty_sets=HELD_SETS,
+            root_read_only=False,
+            devices=vmm.devices | {"device net/tun", "device userfaultfd"},
+            kinds=(vmm.kinds or frozenset()) | {"device userfaultfd", "userfaultfd"},
+            limited=("fsize",),
+        )
+    return {
+        "vmm": vmm,
+        "shim": Part(
+            own_uid=False,
+            # It ends a VMM of another uid, and takes its cgroup away.
+            empty_sets=("effective", "permitted", "inheritable", "ambient"),
+            capabilities=("kill",) if root else (),
+        ),
+        "gateway": Part(own_uid=root, empty_sets=HELD_SETS, limits={"core": 0}, undumpable=True),
+        "intercept": Part(own_uid=root, empty_sets=HELD_SETS, limits={"core": 0}, undumpable=True),
+    }
+
+
+def _with(part: Part, **changes: object) -> Part:
+    return Part(**{**{name: getattr(part, name) for name in part.__slots__}, **changes})
+
+
+def compare(report: Isolation, promised: Mapping[str, Part]) -> list[Difference]:
+    """What of `promised` does not hold, in words, in the order of the report's processes. Empty: all of it holds."""
+    found: list[Difference] = []
+    for process in report.processes:
+        part = promised.get(process.role)
+        if part is not None:
+            found += _compare(process, part, report)
+    if not report.as_root:
+        found.append(
+            Difference(
+                "vmm",
+                "uid",
+                "it has no uid of its own: only a server that is root's can give it one",
+                host=True,
+            )
+        )
+    if any(part.cgroup for part in promised.values()) and not report.host.cgroup2:
+        words = "no cgroup bounds its memory, processes and cpu: this host has no cgroup v2 with those controllers"
+        found.append(Difference("vmm", "cgroup", f"{words} (rlimits and the guest's shape hold)", host=True))
+    if any(part.landlock for part in promised.values()) and not report.host.landlock:
+        found.append(Difference("vmm", "landlock", "the host's kernel has no landlock", host=True))
+    return found
+
+
+def _compare(process: Process, part: Part, report: Isolation) -> Iterator[Difference]:
+    def differs(name: str, words: str) -> Difference:
+        return Difference(process.role, name, words)
+
+    for check in (_ids, _rights, _spaces, _rooted, _descriptors, _bounds):
+        for name, words in check(process, part, report):
+            yield differs(name, words)
+    if part.undumpable and process.dumpable:
+        yield differs("dumpable", "processes of its uid may look into it")
+    needed = _needed(part)
+    for words in process.unseen:
+        if words.partition(":")[0].partition("/")[0] in needed:
+            yield differs("unseen", f"not seen, so not known to hold: {words}")
+
+
+def _needed(part: Part) -> set[str]:
+    names = {"status", "task"}
+    names |= {"ns"} if part.namespaces or part.user_namespace else set()
+    names |= {"root", "mountinfo", "cwd"} if part.own_root else set()
+    names |= {"fd", "fdinfo"} if part.kinds is not None else set()
+    names |= {"limits"} if part.limits or part.limited else set()
+    return names | ({"cgroup"} if part.cgroup else set())
+
+
+def _ids(process: Process, part: Part, report: Isolation) -> Found:
+    if not part.own_uid:
+        return
+    if process.uids is None or process.gids is None or process.groups is None:
+        yield "uid", "its uids and gids cannot be seen"
+        return
+    if 0 in process.uids:
+        yield "uid", "it has root's uid"
+    elif len(set(process.uids)) != 1:
+        yield "uid", f"its uids differ: {_join(process.uids)}"
+    if 0 in process.gids or 0 in process.groups:
+        yield "gid", "it is of root's group"
+    if process.groups:
+        yield "gid", f"it has supplementary groups: {_join(process.groups)}"
+
+
+def _rights(process: Process, part: Part, report: Isolation) -> Found:
+    if process.capabilities is None:
+        yield "capabilities", "its capabilities cannot be seen"
+    else:
+        for name in part.empty_sets:
+            if extra := [cap for cap in process.capabilities[name] if cap not in part.capabilities]:
+                all_of = len(extra) > 8
+                yield (
+                    "capabilities",
+                    f"its {name} set has {f'{len(extra)} capabilities' if all_of else _join(extra)}",
+                )
+    if not process.threads:
+        yield "seccomp", "its threads cannot be seen"
+    said: dict[tuple[str, str], list[Thread]] = {}
+    for thread in process.threads or ():
+        for name, words in _of_thread(thread, part):
+            said.setdefault((name, words), []).append(thread)
+    for (name, words), threads in said.items():
+        which = _join(f"{thread.tid} ({thread.name})" for thread in threads[:2])
+        if len(threads) == len(process.threads or ()) > 1:
+            which = f"all {len(threads)} threads"
+        elif len(threads) > 2:
+            which = f"{len(threads)} threads, {which}, …"
+        yield name, f"{which}: {words}"
+
+
+def _of_thread(thread: Thread, part: Part) -> Found:
+    if part.no_new_privs and thread.no_new_privs is not True:
+        yield "no_new_privs", "without no_new_privs"
+    if thread.effective is None or set(thread.effective) - set(part.capabilities):
+        yield "capabilities", "effective capabilities"
+    if part.filters_min and thread.seccomp != "filter":
+        yield "seccomp", f"no seccomp filter: {thread.seccomp or 'not seen'}"
+    elif part.filters_min and (count := thread.seccomp_filters) is not None and count < part.filters_min:
+        yield "seccomp", f"{count} of {part.filters_min} seccomp filters"
+    if thread.apart:
+        yield "namespaces", f"in other namespaces than its process: {_join(thread.apart)}"
+
+
+def _spaces(process: Process, part: Part, report: Isolation) -> Found:
+    spaces = process.namespaces or {}
+    for name in (*part.namespaces, *(["user"] if part.user_namespace else [])):
+        if name not in spaces:
+            yield "namespaces", f"its {name} namespace cannot be seen"
+        elif spaces[name].shared:
+            yield "namespaces", f"it is in the server's {name} namespace"
+    others = process.companions or ()
+    # Its pid 1 may be a process of ours that holds the namespace (`Launcher`).
+    if part.alone and len(others) > (0 if process.pid_inside == 1 else 1):
+        yield "processes", f"{len(others)} more processes live in its pid namespace: {_join(others[:8])}"
+
+
+def _rooted(process: Process, part: Part, report: Isolation) -> Found:
+    root = process.root
+    if not part.own_root:
+        return
+    if root is None:
+        yield "root", "its root cannot be seen"
+        return
+    if root.shared:
+        yield "root", "its root is the server's: every file of the host has a name for it"
+        return
+    if root.working_directory_inside is not True:
+        yield "root", "its working directory is not its root"
+    if root.more:
+        yield "root", "more lies in its root than is looked at"
+    if root.special:
+        yield "root", f"set-user-id files lie in its root: {_join(root.special[:4])}"
+    if odd := [node for node in root.devices if node.rpartition("(")[2].rstrip(")") not in part.devices]:
+        yield "root", f"devices lie in its root that it does not need: {_join(odd[:4])}"
+    if part.root_read_only and root.writable:
+        yield "root", f"it can write in its root: {_join(root.writable[:4])}"
+    mounts = process.mounts or ()
+    if not any(mount.point == "/" for mount in mounts):
+        yield "root", "its root is no mount of its own"
+    elif part.root_read_only and not any(m.point == "/" and "ro" in m.options for m in mounts):
+        yield "root", "its root is not mounted read-only"
+    if flowing := [mount.point for mount in mounts if mount.propagates]:
+        yield "root", f"mounts are not private: {_join(flowing[:4])}"
+    for mount in mounts:
+        if mount.type == "proc" and "ro" not in mount.options:
+            yield "root", f"{mount.point} is a writable /proc"
+        if mount.type in ("sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "bpf"):
+            yield "root", f"{mount.point} is a {mount.type}, which it does not need"
+
+
+def _descriptors(process: Process, part: Part, report: Isolation) -> Found:
+    if part.kinds is None:
+        return
+    if process.descriptors is None:
+        yield "descriptors", "its descriptors cannot be seen"
+        return
+    for entry in process.descriptors:
+        which = f"descriptor {entry.number} ({entry.target})"
+        if entry.kind not in part.kinds:
+            yield "descriptors", f"{which} is a {entry.kind}, which it does not need"
+        elif entry.kind == "unix" and part.unix_below_run and not _own_socket(entry, report.run_dir):
+            yield "descriptors", f"{which} is a socket of somebody else's"
+        elif part.sealed and entry.kind == "memory" and _unsealed(entry):
+            yield "descriptors", f"{which} is memory of a template that is not sealed"
+
+
+def _own_socket(entry: Descriptor, run_dir: str) -> bool:
+    path = entry.target
+    # Without a path it is one end of a pair, or of a connection; with a relative one, of its own root (jailer). Ours
+    # are bound through a descriptor of the run directory.
+    if not path.startswith(("/", "@")) or path.startswith(run_dir.rstrip("/") + "/"):
+        return True
+    return re.fullmatch(r"/proc/self/fd/\d+/(qmp|agent|api|vsock|link)[a-z0-9_.]*", path) is not None
+
+
+def _unsealed(entry: Descriptor) -> bool:
+    """One that is sealed at all is sealed whole; one without a seal is a building machine's own memory."""
+    return bool(entry.seals) and not {"write", "shrink", "grow"} <= set(entry.seals)
+
+
+def _bounds(process: Process, part: Part, report: Isolation) -> Found:
+    limits = process.limits
+    if limits is None and (part.limits or part.limited):
+        yield "limits", "its resource limits cannot be seen"
+    for name, most in (part.limits or {}).items():
+        value = (limits or {}).get(name)
+        if limits is not None and (value is None or value > most):
+            yield "limits", f"its limit of {name} is {'unlimited' if value is None else value}, not {most}"
+    for name in part.limited:
+        if limits is not None and limits.get(name) is None:
+            yield "limits", f"it has no limit of {name}"
+    if part.cgroup and report.host.cgroup2:
+        group = process.cgroup
+        if group is None or group.version != 2 or group.shared:
+            yield "cgroup", "it is in no cgroup of its own"
+        else:
+            for name in part.cgroup:
+                if group.limits.get(name, "max").startswith("max"):
+                    yield "cgroup", f"its cgroup has no {name}"
+    if part.landlock and report.host.landlock and not report.said.get("landlock"):
+        yield "landlock", "no landlock ruleset was put over it"
+
+
+def _join(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)

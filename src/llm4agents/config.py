@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from llm4agents import limits, protected
 from llm4agents.errors import InvalidRequestError
 
 _PREFIX = "LLM4AGENTS_"
+VMMS: Final = ("firecracker", "cloud-hypervisor", "qemu")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 
@@ -72,6 +73,9 @@ class Settings:
     require_kvm: bool = False
     """Refuse to create sandboxes in software emulation."""
     vmm: str | None = None
+    """The VMM of sandboxes that name none (one of VMMS); unset means by proof."""
+    nested: Literal["allow", "refuse"] = "allow"
+    """`refuse`: no sandbox here gets a `/dev/kvm`, whatever its create says."""
     accel: str | None = None
     """Force `kvm` or `tcg`; unset means by proof."""
     qemu: str = "qemu-system-x86_64"
@@ -198,7 +202,8 @@ def load(env: Mapping[str, str]) -> Settings:
         api_key=text("API_KEY"),
         autostart=boolean("AUTOSTART", True),
         require_kvm=boolean("REQUIRE_KVM", False),
-        vmm=one_of("VMM", ("qemu",)),
+        vmm=one_of("VMM", VMMS),
+        nested="refuse" if one_of("NESTED", ("allow", "refuse")) == "refuse" else "allow",
         accel=one_of("ACCEL", ("kvm", "tcg")),
         qemu=text("QEMU") or "qemu-system-x86_64",
         server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),

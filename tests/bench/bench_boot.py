@@ -10,6 +10,7 @@ import time
 
 from llm4agents import limits
 from llm4agents.engine import contact
+from llm4agents.engine.parts import Shape
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.images import disk, spec
 from llm4agents.vmm.base import Placement
@@ -18,9 +19,10 @@ from tests.bench.common import Bare, finish, summary
 
 async def measure(count: int) -> None:
     bare = Bare()
-    made_of = await bare.templates._parts(spec.get("base"), lambda *_: None, refresh=False)
+    made_of = await bare.templates._parts(spec.get("base"), bare.driver, lambda *_: None, refresh=False)
     run_dir = bare.settings.run_dir / "bench" / "boot"
     run_dir.mkdir(parents=True, mode=0o700)
+    of = Shape("base", 1, limits.DEFAULT_MEMORY_MIB, bare.driver.name)
     times, failures = [], []
     try:
         for number in range(count):
@@ -29,7 +31,7 @@ async def measure(count: int) -> None:
             began = time.perf_counter()
             machine = None
             try:
-                shape = made_of.machine(1, limits.DEFAULT_MEMORY_MIB, upper)
+                shape = made_of.machine(of, upper)
                 placement = Placement(f"bench-boot-{number}", run_dir, time.time() + 300)
                 machine = await bare.driver.boot(shape, placement)
                 await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)

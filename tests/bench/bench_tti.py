@@ -78,14 +78,14 @@ def cli_round(into: Samples) -> None:
 
 async def cold_boot(bare: Bare, into: Samples) -> None:
     """`python` from power-on to an interpreter that answers, and from there on nothing is frozen."""
-    _, snapshot = await bare.template("python")
+    variant, _ = await bare.template("python")
     wanted = spec.get("python")
-    made_of = await bare.templates._parts(wanted, lambda *_: None, refresh=False)
+    made_of = await bare.templates._parts(wanted, bare.driver, lambda *_: None, refresh=False)
     run_dir = bare.settings.run_dir / "bench" / f"boot-{os.getpid()}-{len(into['cold_boot_ms'])}"
     run_dir.mkdir(parents=True, mode=0o700)
     upper = run_dir / "upper.raw"
     await disk.make_upper(upper, limits.DISK_GIB << 30)
-    machine_spec = made_of.machine(snapshot.spec.vcpus, snapshot.spec.memory_mib, upper)
+    machine_spec = made_of.machine(variant.shape, upper)
     began = time.perf_counter()
     machine = await bare.driver.boot(machine_spec, Placement(run_dir.name, run_dir, time.time() + 600))
     try:

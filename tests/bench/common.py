@@ -21,7 +21,7 @@ from llm4agents.engine.templates import Templates
 from llm4agents.guest.verbs import Agent
 from llm4agents.images import disk
 from llm4agents.vmm.base import Machine, Placement, Snapshot
-from llm4agents.vmm.qemu.driver import QemuDriver
+from llm4agents.vmm.choice import Drivers
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -72,15 +72,19 @@ class Bare:
 
     def __init__(self) -> None:
         self.settings = settings()
-        self.driver = QemuDriver(self.settings)
-        self.templates = Templates(self.settings, self.driver)
+        self.drivers = Drivers(self.settings)
+        self.driver = self.drivers.of(self.settings.vmm or "qemu")
+        self.templates = Templates(self.settings, self.drivers)
         self._count = 0
 
     async def template(self, name: str) -> tuple[Variant, Snapshot]:
         def tell(step: str, detail: str, _: float | None) -> None:
             print(f"  {step} {detail}", file=sys.stderr)
 
-        return await self.templates.variant(name, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB, tell)
+        shape = await self.templates.shape(
+            name, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB, vmm=self.driver.name
+        )
+        return await self.templates.variant(shape, tell)
 
     @contextlib.asynccontextmanager
     async def clone(

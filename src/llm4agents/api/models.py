@@ -77,6 +77,8 @@ class Create(WithEnv):
     vcpus: int = limits.DEFAULT_VCPUS
     metadata: dict[str, str] = Field(default_factory=dict)
     require_kvm: bool = False
+    vmm: Name | None = None
+    nested: bool = False
     disk_mib: Annotated[int, Field(ge=limits.DISK_MIB_MIN, le=limits.DISK_GIB * 1024)] | None = None
     pids: Annotated[int, Field(ge=limits.PIDS_MIN, le=limits.PIDS_MAX)] | None = None
     output_bytes_per_s: Annotated[int, Field(ge=limits.OUTPUT_BYTES_PER_S_MIN, le=1 << 40)] | None = None
@@ -285,6 +287,8 @@ class Remove(Body):
 class Build(Body):
     vcpus: int | None = None
     memory_mib: int | None = None
+    vmm: Name | None = None
+    nested: bool = False
     force: bool = False
 
 
@@ -322,6 +326,8 @@ def sandbox(row: Any) -> dict[str, Any]:
         "disk_gib": row.disk_gib,
         "metadata": row.metadata,
         "accelerator": row.accelerator,
+        "vmm": row.vmm,
+        "nested": row.nested,
         "boot_id": row.boot_id,
         "limits": row.limits,
         "on_timeout": row.on_timeout,

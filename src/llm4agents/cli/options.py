@@ -12,6 +12,10 @@ Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="K=V", hel
 Memory = Annotated[int | None, typer.Option("--memory-mib", help="Memory; builds a variant if new.")]
 Vcpus = Annotated[int | None, typer.Option("--vcpus", help="vCPUs; builds a variant if new.")]
 RequireKvm = Annotated[bool, typer.Option("--require-kvm", help="Refuse software emulation.")]
+Vmm = Annotated[
+    str | None, typer.Option("--vmm", help="firecracker, cloud-hypervisor or qemu (default: by proof).")
+]
+Nested = Annotated[bool, typer.Option("--nested", help="With a /dev/kvm that works in the sandbox.")]
 Net = Annotated[
     list[str] | None,
     typer.Option(

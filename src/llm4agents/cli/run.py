@@ -68,6 +68,8 @@ def run(
     rewrite: options.Rewrite = None,
     protect: options.Protect = None,
     require_kvm: options.RequireKvm = False,
+    vmm: options.Vmm = None,
+    nested: options.Nested = False,
     json: options.Json = False,
 ) -> None:
     """Run code in a microVM: prints its output as it comes, then the last value.
@@ -111,6 +113,8 @@ def run(
             network=options.network(net, credential, rewrite),
             protect=protect or (),
             require_kvm=require_kvm,
+            vmm=vmm,
+            nested=nested,
             on_progress=progress,
         )
     with sandbox:

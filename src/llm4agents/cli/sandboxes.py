@@ -41,6 +41,8 @@ def create(
     rewrite: options.Rewrite = None,
     protect: options.Protect = None,
     require_kvm: options.RequireKvm = False,
+    vmm: options.Vmm = None,
+    nested: options.Nested = False,
     json: options.Json = False,
 ) -> None:
     """Create a sandbox, leave it running, print its id."""
@@ -66,6 +68,8 @@ def create(
             network=options.network(net, credential, rewrite),
             protect=protect or (),
             require_kvm=require_kvm,
+            vmm=vmm,
+            nested=nested,
             on_progress=progress,
         )
     if json:

@@ -10,11 +10,12 @@ import typer
 from llm4agents.cli import options
 
 
-def start(json: options.Json = False) -> None:
+def start(vmm: options.Vmm = None, json: options.Json = False) -> None:
     """Start the local server, if it does not run.
 
     Also with LLM4AGENTS_AUTOSTART=0.
     """
+    _choose(vmm)
     from llm4agents.config import settings
     from llm4agents.sdk import _local, _wire
 
@@ -22,8 +23,9 @@ def start(json: options.Json = False) -> None:
     _show(_local.start(settings()), json)
 
 
-def run() -> None:
+def run(vmm: options.Vmm = None) -> None:
     """Run the server in the foreground, logging to this terminal."""
+    _choose(vmm)
     from llm4agents.config import settings
     from llm4agents.sdk import _local, _wire
 
@@ -32,6 +34,15 @@ def run() -> None:
     settings().state.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = _local.server_command()
     os.execv(command[0], command)  # noqa: S606 (it becomes this process, so that signals reach it)
+
+
+def _choose(vmm: str | None) -> None:
+    """`--vmm` is LLM4AGENTS_VMM of the server about to start."""
+    from llm4agents.config import settings
+
+    if vmm is not None:
+        os.environ["LLM4AGENTS_VMM"] = vmm
+        settings.cache_clear()
 
 
 def stop(
@@ -74,7 +85,7 @@ def _show(info: dict[str, Any], as_json: bool) -> None:
     if as_json:
         output.emit({"running": True, **info})
         return
-    names = ("version", "pid", "started_at", "sandboxes", "accelerator", "why_not_kvm", "state", "log")
+    names = ("version", "pid", "started_at", "sandboxes", "vmm", "accelerator", "why_not_kvm", "state", "log")
     for name in names:
         if info.get(name) is not None:
             value = output.when(info[name]) if name == "started_at" else info[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,18 +27,25 @@ def ls(json: options.Json = False) -> None:
             "yes" if item.get("built") else "no",
             item.get("vcpus"),
             f"{item['memory_mib']} MiB" if item.get("memory_mib") else None,
+            _vmm(item),
             output.size(item.get("bytes")) if item.get("built") else None,
             output.when(item.get("created_at")),
         )
         for item in found
     ]
-    output.table(("NAME", "BUILT", "VCPUS", "MEMORY", "SIZE", "CREATED"), rows)
+    output.table(("NAME", "BUILT", "VCPUS", "MEMORY", "VMM", "SIZE", "CREATED"), rows)
+
+
+def _vmm(item: dict[str, Any]) -> str | None:
+    return f"{item['vmm']}, nested" if item.get("nested") else item.get("vmm")
 
 
 def build(
     name: Name,
     vcpus: Annotated[int | None, typer.Option(help="vCPUs of this variant.")] = None,
     memory_mib: Annotated[int | None, typer.Option(help="Memory of this variant.")] = None,
+    vmm: options.Vmm = None,
+    nested: options.Nested = False,
     force: Annotated[bool, typer.Option(help="Also when it is built.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -48,7 +55,13 @@ def build(
 
     with output.Progress() as progress:
         built = Client().build_template(
-            name, vcpus=vcpus, memory_mib=memory_mib, force=force, on_progress=progress
+            name,
+            vcpus=vcpus,
+            memory_mib=memory_mib,
+            vmm=vmm,
+            nested=nested,
+            force=force,
+            on_progress=progress,
         )
     if json:
         output.emit(built)

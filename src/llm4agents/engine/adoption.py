@@ -14,14 +14,16 @@ from llm4agents import limits
 from llm4agents.engine import clock, contact, creation, deadlines, forking, lifecycle, pausing, usage
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
-from llm4agents.errors import LLM4AgentsError
+from llm4agents.errors import HostSetupError, LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm import procfs, shim
-from llm4agents.vmm.base import Driver, Machine, MachineRecord
+from llm4agents.vmm.base import Machine, MachineRecord
+from llm4agents.vmm.choice import Drivers
 from llm4agents.vmm.shim import EXIT, read_deadline, read_exit
 
 log = structlog.get_logger()
 
+LOST = "its machine is gone (the host may have restarted)"
 AT_ONCE = 8
 GREET_TIMEOUT_S = 15.0
 """For a guest that is busy: one that does not answer is ended."""
@@ -48,7 +50,7 @@ async def adopt_all(node: Node) -> list[Live]:
 
 
 async def _adopt(row: SandboxRow, node: Node) -> Live | None:
-    machine = await _machine(row, node.driver)
+    machine, lost = await _machine(row, node.drivers)
     why = "its server died while it was being created"
     if row.state == "pausing" and row.ending is None and pausing.finished(node, row, row.reason):
         if machine is not None:
@@ -69,7 +71,8 @@ async def _adopt(row: SandboxRow, node: Node) -> Live | None:
     if row.ending is None and _paused_after_all(row, node):
         node.places.remove_run(row.id)
         return None
-    _record_end(row, node.store, node.places, why, adoptable=row.state in lifecycle.ADOPTABLE)
+    adoptable = row.state in lifecycle.ADOPTABLE
+    _record_end(row, node.store, node.places, why, adoptable=adoptable, lost=lost or LOST)
     return None
 
 
@@ -119,12 +122,19 @@ def _paused_after_all(row: SandboxRow, node: Node) -> bool:
     return row.state in ("running", "pausing") and pausing.finished(node, row, "its host restarted")
 
 
-async def _machine(row: SandboxRow, driver: Driver) -> Machine | None:
+async def _machine(row: SandboxRow, drivers: Drivers) -> tuple[Machine | None, str | None]:
+    """The machine of a row, and where it cannot be had although it may live: why. `_sweep` ends that one."""
     if row.record is None:
-        return None
-    with contextlib.suppress(LLM4AgentsError, KeyError, TypeError):
-        return await driver.adopt(MachineRecord.from_json(row.record))
-    return None
+        return None, None
+    with contextlib.suppress(KeyError, TypeError):
+        record = MachineRecord.from_json(row.record)
+        try:
+            driver = drivers.of(record.driver)
+        except HostSetupError as error:
+            return None, f"its machine was ended: {error.message}"
+        with contextlib.suppress(LLM4AgentsError):
+            return await driver.adopt(record), None
+    return None, None
 
 
 def _idle_since(row: SandboxRow, places: Places) -> float:
@@ -138,7 +148,9 @@ def _idle_since(row: SandboxRow, places: Places) -> float:
     )
 
 
-def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adoptable: bool) -> None:
+def _record_end(
+    row: SandboxRow, store: Store, places: Places, why: str, *, adoptable: bool, lost: str
+) -> None:
     ended = read_exit(places.run(row.id))
     now = clock.stamp()
     if row.ending is not None:
@@ -148,11 +160,11 @@ def _record_end(row: SandboxRow, store: Store, places: Places, why: str, *, adop
     elif ended.reason == "lost" or not adoptable:
         state, reason = (
             "failed",
-            why if not adoptable else "its machine is gone (the host may have restarted)",
+            why if not adoptable else lost,
         )
     else:
         state, reason = "failed", f"the machine {contact.exit_words(ended)}"
-    files = [places.run(row.id) / EXIT, places.disk(row.id)]
+    files = [places.run(row.id) / EXIT, places.chain(row)[0]]
     ran_until = usage.evidence(files, now) if row.state == "running" else now
     store.transition(row, state, reason, now, ran_until=ran_until, ended_at=now.wall_s, record=None)
     places.remove(row.id)

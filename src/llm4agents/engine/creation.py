@@ -78,7 +78,15 @@ def placed(ident: str, run_dir: Path, deadline_unix: float, link: Link | None) -
     """The placement of a machine with that link, which the caller closes once the machine has started."""
     if link is None:
         return Placement(ident, run_dir, deadline_unix)
-    return Placement(ident, run_dir, deadline_unix, tap=link.tap, serve=link.planted.names())
+    return Placement(
+        ident,
+        run_dir,
+        deadline_unix,
+        tap=link.tap,
+        netns=link.planted.netns,
+        release_tap=link.release_tap,
+        serve=link.planted.names(),
+    )
 
 
 async def wake(

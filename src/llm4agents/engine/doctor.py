@@ -21,7 +21,7 @@ from llm4agents.errors import LLM4AgentsError
 from llm4agents.images.cache import Cache
 from llm4agents.images.process import PATH
 from llm4agents.vmm.base import Capabilities
-from llm4agents.vmm.qemu.driver import QemuDriver
+from llm4agents.vmm.choice import LABELS, Drivers, Found, choose
 
 TOOLS = {
     "qemu-system-x86_64": "qemu-system-x86",
@@ -71,15 +71,32 @@ async def report_async(settings: Settings) -> dict[str, Any]:
             check(name, True, str(binaries.path(name)))
         except LLM4AgentsError as error:
             check(name, False, error.message, error.hint)
-    can, why = await _capabilities(settings)
-    check("vmm", can is not None, f"QEMU {can.version}" if can else str(why), "llm4agents setup")
+    vmms, can, why = await _vmms(settings)
+    check("vmm", can is not None, _named(can) if can else str(why), "llm4agents setup")
     accelerator = can.accelerator if can else None
     check(
         "kvm",
         accelerator == "kvm",
-        "in use" if accelerator == "kvm" else str(can.why_not_kvm if can else "not probed: no QEMU"),
+        "in use" if accelerator == "kvm" else str(can.why_not_kvm if can else "not probed: no VMM"),
         "sandboxes run in software emulation without it",
         required=settings.require_kvm,
+    )
+    for vmm in vmms:
+        if "ordinary" not in vmm["chosen_for"]:
+            detail = vmm["detail"] if vmm["usable"] else f"not usable here: {vmm['detail']}"
+            check(f"vmm {vmm['name']}", vmm["usable"], detail, vmm["hint"], required=False)
+    nested = next((vmm for vmm in vmms if "nested" in vmm["chosen_for"]), None)
+    refused = settings.nested == "refuse"
+    check(
+        "nested sandboxes",
+        nested is not None or refused,
+        "refused by this server's operator (LLM4AGENTS_NESTED=refuse)"
+        if refused
+        else f"on {LABELS[nested['name']]}"
+        if nested is not None
+        else "; ".join(f"{LABELS[vmm['name']]}: {vmm['why_not_nested']}" for vmm in vmms),
+        "only `nested=True` needs it",
+        required=False,
     )
     for name, ok, detail, hint in await network.checks(settings):
         check(name, ok, detail, hint, required=False)
@@ -97,6 +114,8 @@ async def report_async(settings: Settings) -> dict[str, Any]:
     check("disk", free >= needed, f"{free >> 20} MiB free", f"{needed >> 20} MiB are needed")
     return {
         "ok": all(entry["ok"] for entry in checks if entry["required"]),
+        "vmm": can.vmm if can else None,
+        "vmms": vmms,
         "accelerator": accelerator,
         "why_not_kvm": can.why_not_kvm if can else why,
         "slowdown_note": SLOWDOWN if accelerator == "tcg" else None,
@@ -113,16 +132,46 @@ async def report_async(settings: Settings) -> dict[str, Any]:
     }
 
 
-async def _capabilities(settings: Settings) -> tuple[Capabilities | None, str | None]:
-    driver = QemuDriver(settings)
+async def _vmms(settings: Settings) -> tuple[list[dict[str, Any]], Capabilities | None, str | None]:
+    """Every driver as looked at, what the one of an ordinary create can do, and why there is none."""
+    drivers = Drivers(settings)
     try:
-        return await driver.capabilities(), None
-    except LLM4AgentsError as error:
-        return None, error.message
-    except OSError as error:
-        return None, f"the probe could not run: {error.strerror}"
+        found = await drivers.survey()
+        try:
+            picked = await drivers.pick()
+            can, why = await drivers.can(picked.name), None
+        except LLM4AgentsError as error:
+            can, why = None, error.message
+        return [_vmm(one, found, settings) for one in found], can, why
     finally:
-        await driver.close()
+        await drivers.close()
+
+
+def _vmm(one: Found, found: list[Found], settings: Settings) -> dict[str, Any]:
+    """One driver, as the report has it. Pure."""
+    chosen = []
+    for kind, nested in (("ordinary", False), ("nested", True)):
+        best = choose(found, nested)
+        name = settings.vmm or (best.name if best is not None else None)
+        if name == one.name and one.why_not(nested) is None:
+            chosen.append(kind)
+    return {
+        "name": one.name,
+        "usable": one.can is not None,
+        "version": one.can.version if one.can else None,
+        "accelerator": one.can.accelerator if one.can else None,
+        "why_not_kvm": one.can.why_not_kvm if one.can else None,
+        "nested": one.can.nested if one.can else False,
+        "why_not_nested": one.why_not(True),
+        "detail": _named(one.can) if one.can else one.why_not(False),
+        "hint": one.problem.hint if one.problem else None,
+        "chosen_for": chosen,
+    }
+
+
+def _named(can: Capabilities) -> str:
+    how = "KVM proven" if can.accelerator == "kvm" else "software emulation"
+    return f"{LABELS.get(can.vmm, can.vmm)} {can.version}, {how}"
 
 
 def _version(name: str) -> str | None:

@@ -33,6 +33,7 @@ from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
 from llm4agents.engine.network import Asked, Networks
 from llm4agents.engine.node import Node, Places
+from llm4agents.engine.parts import Variant
 from llm4agents.engine.pool import Pool
 from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.secrets import Secrets
@@ -53,7 +54,7 @@ from llm4agents.images.cache import tree_bytes
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow, Store, open_store
 from llm4agents.vmm.base import Capabilities
-from llm4agents.vmm.qemu.driver import QemuDriver
+from llm4agents.vmm.choice import Drivers, canonical
 
 log = structlog.get_logger()
 
@@ -73,6 +74,10 @@ class Wish:
     env: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     require_kvm: bool = False
+    vmm: str | None = None
+    """The VMM it is to run on; None: the server's choice."""
+    nested: bool = False
+    """Whether it gets a `/dev/kvm` that works."""
     bounds: Bounds = field(default_factory=Bounds)
     wait_s: float = 0.0
     """How long to queue for room on a node that is full."""
@@ -88,28 +93,29 @@ class Wish:
 class Engine(Acts):
     """Open it with `start`, end it with `close`. All methods belong to one event loop."""
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: Settings, store: Store, drivers: Drivers | None = None) -> None:
+        """`drivers`: those of this host, unless a test has others."""
         super().__init__()
         self.settings = settings
         self.store = store
-        self.driver = QemuDriver(settings)
+        self.drivers = drivers or Drivers(settings)
         self.admission = Admission(
             Policy(settings.memory_commit, settings.memory_reserve_mib),
             lambda: hosts.host(settings.state),
             lambda: self.templates.held_bytes,
         )
         store.on_transition.append(self.admission.on_transition)
-        self.templates = Templates(settings, self.driver, self.admission)
+        self.templates = Templates(settings, self.drivers, self.admission)
         self.places = Places(settings.state, settings.run_dir)
         self.secrets = Secrets(store, Vault(settings.state, settings.vault_key))
-        self.protecting = Protecting(self.templates.cache, self.driver, self.admission, self.places.machines)
+        self.protecting = Protecting(self.templates.cache, self.drivers, self.admission, self.places.machines)
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
         self.jobs = Jobs(self, store, webhooks_on=settings.webhooks)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.networks = Networks(settings, store, self.places, self.secrets, self.templates)
-        self.pool = Pool(self.templates, self.driver, self.places, self.admission, link=self.networks.link)
+        self.pool = Pool(self.templates, self.drivers, self.places, self.admission, link=self.networks.link)
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -117,7 +123,7 @@ class Engine(Acts):
         self._unwritten: list[Callable[[], None]] = []
         self._closing = False
         self.node = Node(
-            self.driver,
+            self.drivers,
             store,
             self.places,
             self.templates,
@@ -181,7 +187,7 @@ class Engine(Acts):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.feed.close()
-        await self.driver.close()
+        await self.drivers.close()
 
     async def _stop_one(self, live: Live) -> None:
         """A sandbox that wants to be paused at its time is paused when its server stops, the others end."""
@@ -222,17 +228,25 @@ class Engine(Acts):
         """
         if self._closing:
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
-        can = await self.driver.capabilities()
+        if wish.nested:
+            self.check_nested()
+        parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
+        shape = await self.templates.shape(
+            wish.template,
+            wish.vcpus,
+            wish.memory_mib,
+            vmm=None if wish.vmm is None else canonical(wish.vmm),
+            nested=wish.nested,
+        )
+        can = await self.drivers.can(shape.vmm)
         if can.accelerator != "kvm" and (wish.require_kvm or self.settings.require_kvm):
             raise HostSetupError(
                 f"KVM is required and cannot be used: {can.why_not_kvm}",
                 hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
             )
-        parts.check_shape(wish.vcpus, wish.memory_mib, os.cpu_count() or 1)
-        shape = (wish.template, wish.vcpus, wish.memory_mib)
         asked = await self.networks.asked(wish.network, progress)
         if asked.wish.intercepts:
-            variant, _ = self.templates.ready(*shape) or await self.templates.variant(*shape, progress)
+            variant, _ = self.templates.ready(shape) or await self.templates.variant(shape, progress)
             parts.check_ca(variant, self.templates.authority().digest)
         self._settle()
         self.creating += 1
@@ -245,7 +259,7 @@ class Engine(Acts):
         env = {**asked.environment, **wish.env}
         try:
             if pooled is not None:
-                row = self._row(ident, wish, asked, pooled.variant.key, can.accelerator)
+                row = self._row(ident, wish, asked, pooled.variant, can.accelerator)
                 live = await creation.hand_over(
                     row,
                     pooled.variant,
@@ -259,10 +273,10 @@ class Engine(Acts):
                 )
             else:
                 await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
-                variant, snapshot = self.templates.ready(*shape) or await self.templates.variant(
-                    *shape, progress
+                variant, snapshot = self.templates.ready(shape) or await self.templates.variant(
+                    shape, progress
                 )
-                row = self._row(ident, wish, asked, variant.key, can.accelerator)
+                row = self._row(ident, wish, asked, variant, can.accelerator)
                 protection = await self.protecting.of(row, variant, snapshot)
                 async with self.admission.turn():
                     live = await creation.create(
@@ -270,7 +284,7 @@ class Engine(Acts):
                         Origin(variant, snapshot),
                         env,
                         link=await self.networks.link(needed=asked.needs_link),
-                        driver=self.driver,
+                        driver=self.drivers.of(variant.vmm),
                         store=self.store,
                         places=self.places,
                         on_deadline=self._on_deadline,
@@ -289,12 +303,20 @@ class Engine(Acts):
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
 
-    def _row(self, ident: str, wish: Wish, asked: Asked, template_key: str, accelerator: str) -> SandboxRow:
+    def check_nested(self) -> None:
+        """Raises HostSetupError where nested sandboxes are refused."""
+        if self.settings.nested == "refuse":
+            raise HostSetupError(
+                "this server's operator refuses nested sandboxes (LLM4AGENTS_NESTED=refuse)",
+                hint="leave out nested=True (--nested)",
+            )
+
+    def _row(self, ident: str, wish: Wish, asked: Asked, variant: Variant, accelerator: str) -> SandboxRow:
         now = clock.wall_s()
         return SandboxRow(
             id=ident,
             template=wish.template,
-            template_key=template_key,
+            template_key=variant.key,
             state="creating",
             created_at=now,
             life_ends_at=now + wish.life_s,
@@ -311,6 +333,8 @@ class Engine(Acts):
             keep_s=wish.keep_s,
             network=asked.network,
             protect=list(wish.protect) or None,
+            vmm=variant.vmm,
+            nested=variant.nested,
         )
 
     def get(self, sandbox: str) -> SandboxRow:
@@ -488,9 +512,9 @@ class Engine(Acts):
         return shutil.disk_usage(self.settings.state).free
 
     async def capabilities(self) -> Capabilities | None:
-        """None where no VMM can run."""
+        """Of the VMM that an ordinary create gets; None where none can run."""
         try:
-            return await self.driver.capabilities()
+            return await self.drivers.can((await self.drivers.pick()).name)
         except HostSetupError:
             return None
 

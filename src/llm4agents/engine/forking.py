@@ -175,7 +175,7 @@ async def _fork_one(
         Origin(taken.variant, taken.base, taken.diff),
         taken.env,
         link=await node.networks.link_of(parent),
-        driver=node.driver,
+        driver=node.driver_of(taken.base),
         store=node.store,
         places=node.places,
         on_deadline=node.on_deadline,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from llm4agents.engine.live import Live
 from llm4agents.store import SandboxRow, Store
-from llm4agents.vmm.base import Driver
+from llm4agents.vmm.base import Driver, Snapshot
+from llm4agents.vmm.choice import Drivers
 
 if TYPE_CHECKING:
     from llm4agents.engine.network import Networks
@@ -123,7 +124,7 @@ class Places:
 class Node:
     """The engine's parts as the acts need them."""
 
-    driver: Driver
+    drivers: Drivers
     store: Store
     places: Places
     templates: Templates
@@ -133,6 +134,10 @@ class Node:
     later: Callable[[Callable[[], None]], None]
     """For a write of the store that its full disk refused: done as soon as there is room."""
     networks: Networks
+
+    def driver_of(self, snapshot: Snapshot) -> Driver:
+        """The one that made it, and that alone can load it."""
+        return self.drivers.of(snapshot.identity["driver"])
 
     def live(self, row: SandboxRow, machine: object, agent: object, env: Mapping[str, str]) -> Live:
         return Live(row, machine, agent, self.on_deadline, self.free_bytes, env=dict(env))  # type: ignore[arg-type]

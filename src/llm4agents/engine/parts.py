@@ -9,16 +9,27 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError, VersionMismatchError
 from llm4agents.images.cache import digest_of
 from llm4agents.images.spec import TemplateSpec
 from llm4agents.vmm.base import Disk, MachineSpec
+from llm4agents.vmm.snapshot import MANIFEST
 
 FORMAT = 1
 TEMPLATE, SNAPSHOT, UPPER, EMPTY = "template.json", "snapshot", "upper.raw", "upper.qcow2.empty"
+
+
+class Shape(NamedTuple):
+    """What a machine is of, and how large: what a template has one variant for each of."""
+
+    name: str
+    vcpus: int
+    memory_mib: int
+    vmm: str
+    nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +47,11 @@ class Parts:
     ca: str | None = None
     """The CA whose certificate the root file system trusts (`barrier.ca`): its digest."""
 
-    def machine(self, vcpus: int, memory_mib: int, upper: Path) -> MachineSpec:
+    def machine(self, shape: Shape, upper: Path) -> MachineSpec:
         return MachineSpec(
-            vcpus=vcpus,
-            memory_mib=memory_mib,
+            vcpus=shape.vcpus,
+            memory_mib=shape.memory_mib,
+            nested=shape.nested,
             kernel=self.kernel,
             initrd=self.initrd,
             kernel_release=self.kernel_release,
@@ -72,6 +84,14 @@ class Variant:
     description: str = ""
     ca: str | None = None
     """Digest of the CA that guests of it trust: an intercepting network works with no other."""
+    vmm: str = ""
+    """The driver whose machines it can be cloned as."""
+    nested: bool = False
+    """Whether its machines have a `/dev/kvm` that works."""
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.name, self.vcpus, self.memory_mib, self.vmm, self.nested)
 
     @property
     def snapshot(self) -> Path:
@@ -89,10 +109,8 @@ class Variant:
         )
 
 
-def variant_key(
-    spec: TemplateSpec, parts: Parts, identity: dict[str, str], vcpus: int, memory_mib: int
-) -> str:
-    """Digest of everything a frozen machine depends on: equal keys, equal machines."""
+def variant_key(spec: TemplateSpec, parts: Parts, identity: dict[str, str], shape: Shape) -> str:
+    """Digest of everything a frozen machine depends on: equal keys, equal machines. The VMM is in `identity`."""
     return digest_of(
         {
             "format": FORMAT,
@@ -102,8 +120,8 @@ def variant_key(
             "initrd": parts.initrd_digest,
             "rootfs": parts.rootfs_digest,
             "identity": identity,
-            "vcpus": vcpus,
-            "memory_mib": memory_mib,
+            "vcpus": shape.vcpus,
+            "memory_mib": shape.memory_mib,
             "disk_gib": limits.DISK_GIB,
             **({"ca": parts.ca} if parts.ca else {}),
         }
@@ -161,11 +179,18 @@ def save(variant: Variant, directory: Path) -> None:
         "family": variant.family,
         "description": variant.description,
         "ca": variant.ca,
+        "vmm": variant.vmm,
+        "nested": variant.nested,
     }
     with (directory / TEMPLATE).open("x") as file:
         json.dump(body, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _vmm_of(path: Path) -> str:
+    """Of a variant from before there were several: its manifest says it."""
+    return str(json.loads((path / SNAPSHOT / MANIFEST).read_text())["identity"]["driver"])
 
 
 def load(path: Path, blob: Any) -> Variant:
@@ -196,6 +221,8 @@ def load(path: Path, blob: Any) -> Variant:
             family=body.get("family"),
             description=str(body.get("description") or ""),
             ca=body.get("ca"),
+            vmm=str(body.get("vmm") or _vmm_of(path)),
+            nested=bool(body.get("nested")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionMismatchError(

@@ -29,6 +29,7 @@ from llm4agents.errors import (
     ConflictError,
     ConnectionLostError,
     CorruptSnapshotError,
+    HostSetupError,
     LLM4AgentsError,
     ProtocolError,
     SandboxDiedError,
@@ -41,7 +42,7 @@ from llm4agents.images.cache import fsync
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
 from llm4agents.vmm import snapshot as snapshots
-from llm4agents.vmm.base import Machine, MachineSpec, Snapshot
+from llm4agents.vmm.base import Driver, Machine, MachineSpec, Snapshot
 
 log = structlog.get_logger()
 
@@ -252,7 +253,7 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
             Origin(variant, base, frozen),
             (*variant.disks(top, under), *more),
             env,
-            driver=node.driver,
+            driver=node.driver_of(base),
             places=places,
             link=await node.networks.link_of(row),
             before_running=before_running,
@@ -298,7 +299,8 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
     """Boot the paused disk anew: files are there, processes and memory are not. Works whatever the memory came from."""
     places = node.places
     variant, base = await node.templates.by_key(row.template, row.template_key, loadable=False)
-    boot_parts = await node.templates.boot_parts(progress)
+    driver = await _driver_of_cold(node, row, base)
+    boot_parts = await node.templates.boot_parts(driver, progress)
     node.store.transition(row, "resuming", "cold", clock.stamp())
     machine: Machine | None = None
     ran = False
@@ -317,13 +319,14 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
             kernel_release=boot_parts.kernel_release,
             disks=(*variant.disks(top, under), *more),
             kernel_args=base.spec.kernel_args,
+            nested=row.nested,
         )
         link = await node.networks.link_of(row)
         placement = creation.placed(row.id, places.run(row.id), clock.wall_s() + limits.BUILD_TIMEOUT_S, link)
         with contextlib.nullcontext() if link is None else contextlib.closing(link):
             ran = True
             shutil.rmtree(places.pause(row.id), ignore_errors=True)
-            machine = await node.driver.boot(spec, placement)
+            machine = await driver.boot(spec, placement)
         node.store.change(row, record=machine.record.to_json())
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
         # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
@@ -339,6 +342,14 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         back_to_paused(node, row, ran, _words(error))
         raise
     return running(node, row, creation.Woken(machine, agent, boot_id), env)
+
+
+async def _driver_of_cold(node: Node, row: SandboxRow, base: Snapshot) -> Driver:
+    """The driver that the sandbox had, where it can be used still, else the one that it would get now."""
+    try:
+        return await node.drivers.pick(base.identity["driver"], row.nested)
+    except HostSetupError:
+        return await node.drivers.pick(None, row.nested)
 
 
 async def compact(node: Node, row: SandboxRow) -> bool:

@@ -30,7 +30,8 @@ from llm4agents.engine.templates import Shape, Templates
 from llm4agents.errors import CapacityError, InvalidRequestError, LLM4AgentsError
 from llm4agents.guest import code
 from llm4agents.guest.verbs import Agent
-from llm4agents.vmm.base import Driver, Snapshot
+from llm4agents.vmm.base import Snapshot
+from llm4agents.vmm.choice import Drivers
 
 log = structlog.get_logger()
 
@@ -46,6 +47,8 @@ BACK_OFF_S: Final = 10.0
 """After a failure, or after giving memory up."""
 WARM_EXECS: Final = 5
 WARM_CELLS: Final = ("print(6*7)", "6*7")
+Kind = tuple[str, int, int]
+"""Template, vCPUs, MiB: what can be asked for. Its VMM is the one that an ordinary create gets."""
 Token = tuple[str, int, int]
 """Which build of a template a machine is a clone of."""
 
@@ -67,7 +70,7 @@ class Pooled:
 
 @dataclass(slots=True)
 class Shelf:
-    """What is kept of one shape."""
+    """What is kept of one kind."""
 
     wanted: int
     may_build: bool = True
@@ -75,10 +78,12 @@ class Shelf:
     ready: list[Pooled] = field(default_factory=list)
     not_before_s: float = 0.0
     problem: str | None = None
+    shape: Shape | None = None
+    """What it is of here; None: not found out yet."""
 
 
-def missing(shelves: Mapping[Shape, Shelf], now_s: float) -> Shape | None:
-    """The shape to make one more of: the one that lacks the largest part of what is wanted; None: all are full."""
+def missing(shelves: Mapping[Kind, Shelf], now_s: float) -> Kind | None:
+    """The kind to make one more of: the one that lacks the largest part of what is wanted; None: all are full."""
     open_ = [
         (shelf.wanted - len(shelf.ready)) / shelf.wanted
         for shelf in shelves.values()
@@ -88,8 +93,8 @@ def missing(shelves: Mapping[Shape, Shelf], now_s: float) -> Shape | None:
         return None
     worst = max(open_)
     return next(
-        shape
-        for shape, shelf in shelves.items()
+        kind
+        for kind, shelf in shelves.items()
         if len(shelf.ready) < shelf.wanted
         and now_s >= shelf.not_before_s
         and (shelf.wanted - len(shelf.ready)) / shelf.wanted == worst
@@ -118,7 +123,7 @@ class Pool:
     def __init__(
         self,
         templates: Templates,
-        driver: Driver,
+        drivers: Drivers,
         places: Places,
         admission: Admission,
         *,
@@ -126,9 +131,9 @@ class Pool:
         link: Callable[[], Awaitable[Link | None]] | None = None,
     ) -> None:
         """`link` gives each machine the network's end it will need."""
-        self._templates, self._driver, self._places = templates, driver, places
+        self._templates, self._drivers, self._places = templates, drivers, places
         self._admission, self._busy, self._link = admission, busy, link
-        self._shelves: dict[Shape, Shelf] = {}
+        self._shelves: dict[Kind, Shelf] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -150,18 +155,18 @@ class Pool:
 
         Raises InvalidRequestError, TemplateNotFoundError, and then nothing has changed.
         """
-        new = {shape: shelf.wanted for shape, shelf in self._shelves.items()}
+        new = {kind: shelf.wanted for kind, shelf in self._shelves.items()}
         for wish in wishes:
             if wish.wanted:
                 self._templates.check_shape(wish.template, wish.vcpus, wish.memory_mib)
-            new[(wish.template, wish.vcpus, wish.memory_mib)] = wish.wanted
+            new[_kind(wish)] = wish.wanted
         if sum(new.values()) > limits.POOL_MAX:
             raise InvalidRequestError(
                 f"a pool keeps at most {limits.POOL_MAX} machines ready, of all together"
             )
-        for shape, wanted in new.items():
-            shelf = self._shelves.setdefault(shape, Shelf(wanted))
-            if shelf.wanted != wanted or any(shape == _shape(wish) for wish in wishes):
+        for kind, wanted in new.items():
+            shelf = self._shelves.setdefault(kind, Shelf(wanted))
+            if shelf.wanted != wanted or any(kind == _kind(wish) for wish in wishes):
                 shelf.wanted, shelf.may_build, shelf.not_before_s = wanted, True, 0.0
         if self._task is None and any(new.values()):
             self._task = asyncio.create_task(self._keep(), name="pool")
@@ -199,11 +204,11 @@ class Pool:
 
         `linked`: only one that has a link.
         """
-        shelf = self._shelves.get(shape)
-        if shelf is None:
+        shelf = self._shelves.get(shape[:3])
+        if shelf is None or shelf.shape != shape:
             return None
         self._taken_s = clock.boottime_s()
-        self._drop_stale(shape, shelf)
+        self._drop_stale(shelf)
         asyncio.get_running_loop().call_later(QUIET_S, self._wake.set)
         taken = next((one for one in shelf.ready if one.woken.linked or not linked), None)  # the oldest
         if taken is None:
@@ -243,11 +248,11 @@ class Pool:
 
     async def _look(self) -> None:
         self._wake.clear()
-        for shape, shelf in list(self._shelves.items()):
-            self._drop_stale(shape, shelf)
+        for kind, shelf in list(self._shelves.items()):
+            self._drop_stale(shelf)
             await self._extend(shelf)
             if shelf.wanted == 0 and not shelf.ready:
-                del self._shelves[shape]
+                del self._shelves[kind]
         now_s = clock.boottime_s()
         lacking = missing(self._shelves, now_s)
         if lacking is None:
@@ -271,15 +276,16 @@ class Pool:
         since_s = clock.boottime_s() - self._taken_s
         return bool(self._admission.starting or self._admission.waiting) or since_s < QUIET_S
 
-    async def _make_for(self, shape: Shape) -> None:
-        shelf = self._shelves[shape]
+    async def _make_for(self, kind: Kind) -> None:
+        shelf = self._shelves[kind]
         try:
-            found = self._templates.ready(*shape)
+            shape = shelf.shape = await self._templates.shape(*kind)
+            found = self._templates.ready(shape)
             if found is None:
                 if not shelf.may_build:
                     shelf.not_before_s = clock.boottime_s() + TICK_S
                     return
-                found = await self._templates.variant(*shape)
+                found = await self._templates.variant(shape)
             shelf.may_build = False
             shelf.ready.append(await self._make(shape, *found))
             shelf.problem = None
@@ -287,14 +293,14 @@ class Pool:
             shelf.problem = error.message if isinstance(error, LLM4AgentsError) else str(error)
             shelf.not_before_s = clock.boottime_s() + BACK_OFF_S
             known = isinstance(error, CapacityError)
-            (log.info if known else log.warning)("pool_not_filled", template=shape[0], error=shelf.problem)
+            (log.info if known else log.warning)("pool_not_filled", template=kind[0], error=shelf.problem)
 
     async def _make(self, shape: Shape, variant: Variant, snapshot: Snapshot) -> Pooled:
         token = token_of(variant)
         if token is None:
-            raise CapacityError(f"the template {shape[0]} is being replaced")
+            raise CapacityError(f"the template {shape.name} is being replaced")
         ident = creation.new_id()
-        await self._admission.reserve(ident, shape[2])
+        await self._admission.reserve(ident, shape.memory_mib)
         woken: Woken | None = None
         try:
             disks = creation.prepare(ident, variant, self._places)
@@ -304,7 +310,7 @@ class Pool:
                     Origin(variant, snapshot),
                     disks,
                     {},
-                    driver=self._driver,
+                    driver=self._drivers.of(shape.vmm),
                     places=self._places,
                     link=None if self._link is None else await self._link(),
                 )
@@ -330,12 +336,12 @@ class Pool:
         finally:
             machine.cancel()
         one.dead = True
-        log.warning("pooled_machine_ended", template=one.shape[0], machine=one.ident)
+        log.warning("pooled_machine_ended", template=one.shape.name, machine=one.ident)
         self._wake.set()
 
-    def _drop_stale(self, shape: Shape, shelf: Shelf) -> None:
-        if shelf.ready:
-            found = self._templates.ready(*shape)
+    def _drop_stale(self, shelf: Shelf) -> None:
+        if shelf.ready and shelf.shape is not None:
+            found = self._templates.ready(shelf.shape)
             self._end_all(stale(shelf, None if found is None else token_of(found[0])), shelf)
 
     async def _extend(self, shelf: Shelf) -> None:
@@ -394,5 +400,5 @@ async def warm(agent: Agent, variant: Variant) -> None:
                     pass
 
 
-def _shape(wish: PoolWish) -> Shape:
+def _kind(wish: PoolWish) -> Kind:
     return wish.template, wish.vcpus, wish.memory_mib

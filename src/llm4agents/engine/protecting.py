@@ -39,7 +39,8 @@ from llm4agents.images.erofs import Image, Inode
 from llm4agents.images.process import in_thread
 from llm4agents.images.progress import Progress, silent
 from llm4agents.store import SandboxRow
-from llm4agents.vmm.base import Disk, Driver, Placement, Snapshot
+from llm4agents.vmm.base import Disk, Placement, Snapshot
+from llm4agents.vmm.choice import Drivers
 
 SLOT: Final = "vol0"
 FORMAT: Final = 1
@@ -122,9 +123,9 @@ def outermost(paths: Iterable[str]) -> tuple[str, ...]:
 class Protecting:
     """The images of one cache."""
 
-    def __init__(self, cache: Cache, driver: Driver, admission: Admission, machines: Path) -> None:
+    def __init__(self, cache: Cache, drivers: Drivers, admission: Admission, machines: Path) -> None:
         """`machines`: where machines' run directories are."""
-        self._cache, self._driver, self._admission, self._machines = cache, driver, admission, machines
+        self._cache, self._drivers, self._admission, self._machines = cache, drivers, admission, machines
         self._root = cache.root / "protect"
 
     async def of(self, row: SandboxRow, variant: Variant, snapshot: Snapshot) -> Protection | None:
@@ -169,7 +170,8 @@ class Protecting:
                 async with self._admission.building(ident, variant.memory_mib):
                     placement = Placement(ident, run_dir, time.time() + limits.BUILD_TIMEOUT_S)
                     try:
-                        machine = await self._driver.restore(snapshot, placement, variant.disks(overlay))
+                        driver = self._drivers.of(variant.vmm)
+                        machine = await driver.restore(snapshot, placement, variant.disks(overlay))
                         await machine.resume()
                         agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
                         with (tmp / "spool").open("w+b") as spool:

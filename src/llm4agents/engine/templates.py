@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from llm4agents.barrier.ca import Authority
 from llm4agents.config import Settings
 from llm4agents.engine import contact, parts
 from llm4agents.engine.admission import Admission
-from llm4agents.engine.parts import Parts, Variant
+from llm4agents.engine.parts import Parts, Shape, Variant
 from llm4agents.errors import (
     BootError,
     ConflictError,
     GuestError,
+    HostSetupError,
     InvalidRequestError,
     LLM4AgentsError,
     NotFoundError,
@@ -46,27 +47,23 @@ from llm4agents.images.rootfs import build_rootfs
 from llm4agents.images.spec import TemplateSpec
 from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Driver, Machine, MachineSpec, Placement, Snapshot
-from llm4agents.vmm.qemu import table
+from llm4agents.vmm.choice import LABELS, Drivers, canonical
 
-__all__ = ["Progress", "Templates", "silent", "warm_up"]
-
-__all__ = ["Progress", "Templates", "silent"]
-
-Shape = tuple[str, int, int]
-"""Name, vCPUs, memory in MiB."""
+__all__ = ["Progress", "Shape", "Templates", "silent", "warm_up"]
 
 
 class Templates:
-    """The templates of one cache, for one driver. Remembers what it has verified, so a create looks nothing up."""
+    """The templates of one cache. Remembers what it has verified, so a create looks nothing up."""
 
-    def __init__(self, settings: Settings, driver: Driver, admission: Admission | None = None) -> None:
+    def __init__(self, settings: Settings, drivers: Drivers, admission: Admission | None = None) -> None:
         """`admission` is asked for a build's memory; without one there is no bound but the host's."""
         self.cache = Cache(settings.cache)
         self._admission = admission
         self._run_dir = settings.run_dir
         self._ca_directory = settings.ca_directory
         self._authority: Authority | None = None
-        self._driver = driver
+        self._drivers = drivers
+        self._asked_for = settings.vmm
         self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
         self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
         self._listeners: dict[Shape, list[Progress]] = {}
@@ -97,26 +94,51 @@ class Templates:
 
     # -- asking for one -----------------------------------------------------------------------------------
 
-    def ready(self, name: str, vcpus: int, memory_mib: int) -> tuple[Variant, Snapshot] | None:
+    async def shape(
+        self, name: str, vcpus: int, memory_mib: int, *, vmm: str | None = None, nested: bool = False
+    ) -> Shape:
+        """What a create that says this is to be a clone of: which VMM it gets is decided here.
+
+        What cannot be built anew (a snapshot) is of the VMM that it was made with. Raises HostSetupError (no such
+        VMM here), VersionMismatchError (a snapshot that only another VMM can load), InvalidRequestError.
+        """
+        wanted = vmm or self._asked_for
+        if name not in spec.BUILTIN and spec.valid_name(name):
+            there = [of for of in self._drivers.all if self._pins(Shape(name, vcpus, memory_mib, of, nested))]
+            if not there and self._pins_of(name, vcpus, memory_mib, not nested):
+                raise InvalidRequestError(
+                    f"{name} is a template of {'ordinary' if nested else 'nested'} sandboxes",
+                    hint=f"create it {'without' if nested else 'with'} nested=True (--nested)",
+                )
+            if there and wanted is None:
+                vmm = there[0]
+            elif there and canonical(wanted or "") not in there:
+                raise VersionMismatchError(
+                    f"{name} was made with {LABELS[there[0]]}: no other VMM can load it",
+                    hint="leave out --vmm (LLM4AGENTS_VMM)",
+                )
+        driver = await self._drivers.pick(vmm, nested)
+        return Shape(name, vcpus, memory_mib, driver.name, nested)
+
+    def ready(self, shape: Shape) -> tuple[Variant, Snapshot] | None:
         """The variant if this process has already verified it; what creates go by."""
-        found = self._ready.get((name, vcpus, memory_mib))
+        found = self._ready.get(shape)
         # Another server on this cache may have replaced it, or somebody has emptied the cache.
         return found if found is not None and (found[0].path / parts.TEMPLATE).exists() else None
 
     async def variant(
-        self, name: str, vcpus: int, memory_mib: int, progress: Progress = silent, *, rebuild: bool = False
+        self, shape: Shape, progress: Progress = silent, *, rebuild: bool = False
     ) -> tuple[Variant, Snapshot]:
         """The variant of that shape, built if there is none that fits; several who ask at once share one build.
 
         Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError, BootError.
         """
-        shape = (name, vcpus, memory_mib)
-        if not rebuild and (found := self.ready(*shape) or await self._pinned(shape)):
+        if not rebuild and (found := self.ready(shape) or await self._pinned(shape)):
             return found
-        wanted = spec.get(name)
-        parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
-        if rebuild and (found := self.ready(*shape)):
-            self._check_unused(name, [found[0].key])
+        wanted = spec.get(shape.name)
+        parts.check_shape(shape.vcpus, shape.memory_mib, os.cpu_count() or 1)
+        if rebuild and (found := self.ready(shape)):
+            self._check_unused(shape.name, [found[0].key])
         task = self._building.get(shape)
         listeners = self._listeners.setdefault(shape, [])
         listeners.append(progress)
@@ -126,7 +148,7 @@ class Templates:
                 for listener in list(listeners):
                     listener(step, detail, fraction)
 
-            task = asyncio.create_task(self._prepare(wanted, vcpus, memory_mib, tell, rebuild))
+            task = asyncio.create_task(self._prepare(wanted, shape, tell, rebuild))
             self._building[shape] = task
             task.add_done_callback(lambda ended: self._not_building(shape, ended))
         try:
@@ -146,15 +168,14 @@ class Templates:
             del self._building[shape]
 
     async def _prepare(
-        self, wanted: TemplateSpec, vcpus: int, memory_mib: int, progress: Progress, rebuild: bool
+        self, wanted: TemplateSpec, shape: Shape, progress: Progress, rebuild: bool
     ) -> tuple[Variant, Snapshot]:
-        shape = (wanted.name, vcpus, memory_mib)
+        driver = self._drivers.of(shape.vmm)
         async with self.cache.building(progress):
-            made_of = await self._parts(wanted, progress, refresh=rebuild)
-            can = await self._driver.capabilities()
-            machine = made_of.machine(vcpus, memory_mib, Path(parts.UPPER))
-            identity = self._driver.identity(machine, can)
-            key = parts.variant_key(wanted, made_of, identity, vcpus, memory_mib)
+            made_of = await self._parts(wanted, driver, progress, refresh=rebuild)
+            machine = made_of.machine(shape, Path(parts.UPPER))
+            identity = driver.identity(machine, await driver.capabilities())
+            key = parts.variant_key(wanted, made_of, identity, shape)
             dest = self.cache.templates / wanted.name / "keys" / key
             if rebuild:
                 self._check_unused(wanted.name, [key])
@@ -162,14 +183,30 @@ class Templates:
                 found = None if rebuild else self._find(dest)
                 # The key says what it should be, the manifest what it is: only both together are loaded.
                 if found is None or found[1].identity != identity:
-                    await self._build(wanted, made_of, machine, key, dest, progress)
+                    if words := self._made_elsewhere(shape, identity):
+                        progress("build", words, None)
+                    await self._build(wanted, made_of, shape, driver, key, dest, progress)
                     found = self._find(dest)
                     if found is None:
                         raise VersionMismatchError(f"the template just built in {dest} cannot be read")
         self._ready[shape] = found
-        self._pin(shape).unlink(missing_ok=True)
+        for pin in self._pins(shape):
+            pin.unlink(missing_ok=True)
         self._drop_others(found[0])
         return found
+
+    def _made_elsewhere(self, shape: Shape, identity: dict[str, str]) -> str | None:
+        """Why a variant that is there is not used, if it is for what this host is: told before it is built anew."""
+        for path in (self.cache.templates / shape.name / "keys").glob("*"):
+            found = self._find(path)
+            if found is not None and found[0].shape == shape and found[1].identity != identity:
+                made = found[1].identity
+                different = next(name for name in identity if made.get(name) != identity[name])
+                return (
+                    f"{shape.name} is built again for this host "
+                    f"({different}: made with {made.get(different, 'none')}, here {identity[different]})"
+                )
+        return None
 
     # -- those that something lies on ---------------------------------------------------------------------
 
@@ -189,9 +226,23 @@ class Templates:
                 hint="was the cache emptied? nothing can be made of it without the template",
             )
         if loadable:
-            can = await self._driver.capabilities()
-            snapshots.check_identity(found[1], self._driver.identity(found[1].spec, can))
+            await self._check_loadable(found[1])
         return found
+
+    async def _check_loadable(self, snapshot: Snapshot) -> None:
+        """Raises VersionMismatchError unless this host's VMM of that kind would make the same machine."""
+        name = str(snapshot.identity.get("driver"))
+        try:
+            driver = self._drivers.of(name)
+            can = await self._drivers.can(name)
+        except HostSetupError as error:
+            raise VersionMismatchError(
+                f"the snapshot {snapshot.path} is one of {LABELS.get(name, name)}, "
+                f"which cannot be used here: {error.message}",
+                hint=error.hint,
+                different=["driver"],
+            ) from error
+        snapshots.check_identity(snapshot, driver.identity(snapshot.spec, can))
 
     def empty_overlay(self, name: str, key: str | None) -> Path:
         """An empty overlay to be copied, of the size of that variant's disk."""
@@ -208,13 +259,14 @@ class Templates:
 
     def pin(self, variant: Variant) -> None:
         """From now on that variant is what its name and shape mean here."""
-        shape = (variant.name, variant.vcpus, variant.memory_mib)
-        self._ready.pop(shape, None)
-        self._pin(shape).write_text(variant.key + "\n")
+        self._ready.pop(variant.shape, None)
+        for pin in self._pins(variant.shape):
+            pin.unlink(missing_ok=True)
+        self._pin(variant.shape).write_text(variant.key + "\n")
 
-    async def boot_parts(self, progress: Progress = silent) -> Parts:
+    async def boot_parts(self, driver: Driver, progress: Progress = silent) -> Parts:
         """Kernel and initramfs of this version, to boot any disk with."""
-        return await self._parts(spec.get("base"), progress, refresh=False)
+        return await self._parts(spec.get("base"), driver, progress, refresh=False)
 
     @staticmethod
     def spec_of(variant: Variant) -> TemplateSpec:
@@ -224,31 +276,51 @@ class Templates:
     # -- imported ones ------------------------------------------------------------------------------------
 
     def _pin(self, shape: Shape) -> Path:
-        name, vcpus, memory_mib = shape
-        return self.cache.templates / name / f"pinned-{vcpus}-{memory_mib}"
+        kind = f"{shape.vmm}-nested" if shape.nested else shape.vmm
+        return self.cache.templates / shape.name / f"pinned-{shape.vcpus}-{shape.memory_mib}-{kind}"
 
-    async def _pinned(self, shape: Shape) -> tuple[Variant, Snapshot] | None:
-        """An imported variant is used as it is, whatever this host would build, as long as it can be loaded here."""
-        if not spec.valid_name(shape[0]):
-            return None
-        try:
-            key = self._pin(shape).read_text().strip()
-        except OSError:
-            return None
-        found = self._find(self.cache.templates / shape[0] / "keys" / key)
-        if found is None:
-            return None
-        can = await self._driver.capabilities()
-        try:
-            snapshots.check_identity(found[1], self._driver.identity(found[1].spec, can))
-        except VersionMismatchError:
-            return None
-        self._ready[shape] = found
+    def _pins(self, shape: Shape) -> builtins.list[Path]:
+        """The files that say which variant that shape is, if it is an imported one or a snapshot."""
+        found = [path for path in (self._pin(shape),) if path.exists()]
+        # From before there were several VMMs: that of its variant.
+        old = self.cache.templates / shape.name / f"pinned-{shape.vcpus}-{shape.memory_mib}"
+        with contextlib.suppress(OSError, LLM4AgentsError):
+            path = old.parent / "keys" / old.read_text().strip()
+            if parts.load(path, self.cache.blob).shape == shape:
+                found.append(old)
         return found
 
-    async def export(self, name: str, file: Path, vcpus: int, memory_mib: int, progress: Progress) -> int:
+    def _pins_of(self, name: str, vcpus: int, memory_mib: int, nested: bool) -> bool:
+        """Whether any VMM has a pinned variant of that kind."""
+        shapes = (Shape(name, vcpus, memory_mib, vmm, nested) for vmm in self._drivers.all)
+        return any(self._pins(shape) for shape in shapes)
+
+    async def _pinned(self, shape: Shape) -> tuple[Variant, Snapshot] | None:
+        """An imported variant is used as it is, whatever this host would build, as long as it can be loaded here.
+
+        Raises VersionMismatchError for one that cannot, and cannot be built either.
+        """
+        if not spec.valid_name(shape.name):
+            return None
+        for pin in self._pins(shape):
+            with contextlib.suppress(OSError):
+                found = self._find(self.cache.templates / shape.name / "keys" / pin.read_text().strip())
+                if found is None or found[0].shape != shape:
+                    continue
+                try:
+                    await self._check_loadable(found[1])
+                except VersionMismatchError as error:
+                    if shape.name in spec.BUILTIN:
+                        return None
+                    error.hint = "it was made on another host or VMM: make it again here"
+                    raise
+                self._ready[shape] = found
+                return found
+        return None
+
+    async def export(self, shape: Shape, file: Path, progress: Progress) -> int:
         """Write a template of that shape (built first if it must be) to `file`; its size in bytes."""
-        variant, _ = await self.variant(name, vcpus, memory_mib, progress)
+        variant, _ = await self.variant(shape, progress)
         return await bundle.export(variant.path, file, self.cache, progress)
 
     async def import_(self, file: Path, progress: Progress) -> Variant:
@@ -256,22 +328,28 @@ class Templates:
 
         Raises what `bundle.import_` does, and VersionMismatchError for a machine that cannot be loaded here.
         """
-        can = await self._driver.capabilities()
 
-        def check(template: dict[str, Any], manifest: dict[str, Any]) -> None:
-            frozen = snapshots.from_json(file, manifest)
-            snapshots.check_identity(frozen, self._driver.identity(frozen.spec, can))
+        loop = asyncio.get_running_loop()
+
+        def check(template: dict[str, Any], manifest: dict[str, Any]) -> None:  # in a thread
+            wanted = self._check_loadable(snapshots.from_json(file, manifest))
+            asyncio.run_coroutine_threadsafe(wanted, loop).result()
 
         imported = await bundle.import_(file, self.cache, progress, check=check)
-        variant = parts.load(imported.path, self.cache.blob)
-        self.pin(variant)
-        return variant
+        found = self._find(imported.path)
+        if found is None:
+            raise VersionMismatchError(f"the template in {file} cannot be read", hint="export it again")
+        self.pin(found[0])
+        return found[0]
 
     def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
         if not (path / parts.TEMPLATE).exists():
             return None
         try:
-            return parts.load(path, self.cache.blob), snapshots.load(path / parts.SNAPSHOT)
+            variant, snapshot = parts.load(path, self.cache.blob), snapshots.load(path / parts.SNAPSHOT)
+            # What it says of itself elsewhere (a bundle is a stranger's) is of no weight.
+            vmm, nested = str(snapshot.identity.get("driver")), snapshot.spec.nested
+            return replace(variant, vmm=vmm, nested=nested), snapshot
         except LLM4AgentsError:
             shutil.rmtree(path, ignore_errors=True)
             return None
@@ -283,24 +361,20 @@ class Templates:
                 continue
             with contextlib.suppress(LLM4AgentsError):
                 other = parts.load(path, self.cache.blob)
-                if (other.vcpus, other.memory_mib) != (kept.vcpus, kept.memory_mib):
+                if other.shape != kept.shape:
                     continue
                 if other.ca is not None and other.ca != kept.ca:
                     continue  # another node's, on the same cache; `template rm` and `prune --all` take it too
             # Live clones hold its files open and its memory sealed in the server: unlinking takes nothing away.
             shutil.rmtree(path, ignore_errors=True)
 
-    async def _parts(self, wanted: TemplateSpec, progress: Progress, *, refresh: bool) -> Parts:
-        can = await self._driver.capabilities()
-
-        def refuses(release: str) -> str | None:
-            try:
-                table.check(can.version, release, can.accelerator)
-            except LLM4AgentsError as error:
-                return error.message
-            return None
-
-        kernel = await build_kernel(self.cache, progress, refuses=refuses, refresh=refresh)
+    async def _parts(
+        self, wanted: TemplateSpec, driver: Driver, progress: Progress, *, refresh: bool
+    ) -> Parts:
+        can = await driver.capabilities()
+        kernel = await build_kernel(
+            self.cache, progress, refuses=lambda release: driver.refuses(release, can), refresh=refresh
+        )
         agent = binaries.path(binaries.AGENT)
         initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache))
         authority = await in_thread(lambda _: self.authority())
@@ -325,7 +399,8 @@ class Templates:
         self,
         wanted: TemplateSpec,
         made_of: Parts,
-        machine_spec: MachineSpec,
+        shape: Shape,
+        driver: Driver,
         key: str,
         dest: Path,
         progress: Progress,
@@ -336,10 +411,10 @@ class Templates:
             progress("disk", "making the writable disk", None)
             upper = built / parts.UPPER
             await disk.make_upper(upper, limits.DISK_GIB << 30)
-            boot = made_of.machine(machine_spec.vcpus, machine_spec.memory_mib, upper)
+            boot = made_of.machine(shape, upper)
             for attempt in range(1, limits.BOOT_TRIES + 1):
                 try:
-                    await self._boot_and_freeze(wanted, boot, built, progress)
+                    await self._boot_and_freeze(wanted, boot, driver, built, progress)
                     break
                 except BootError:
                     if attempt == limits.BOOT_TRIES:
@@ -364,6 +439,8 @@ class Templates:
                 contents=made_of.contents,
                 blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
                 ca=made_of.ca,
+                vmm=shape.vmm,
+                nested=shape.nested,
             )
             parts.save(variant, built)
             if dest.exists():
@@ -371,7 +448,7 @@ class Templates:
             await in_thread(lambda _: self.cache.publish(built, dest))
 
     async def _boot_and_freeze(
-        self, wanted: TemplateSpec, boot: MachineSpec, built: Path, progress: Progress
+        self, wanted: TemplateSpec, boot: MachineSpec, driver: Driver, built: Path, progress: Progress
     ) -> None:
         ident = f"build-{secrets.token_hex(6)}"
         run_dir = self._run_dir / "vm" / ident
@@ -384,7 +461,7 @@ class Templates:
             progress("boot", f"cold boot of {wanted.name}", None)
             # Past this deadline the shim ends a build whose server has died.
             deadline = time.time() + limits.BUILD_TIMEOUT_S
-            machine = await self._driver.boot(boot, Placement(ident, run_dir, deadline))
+            machine = await driver.boot(boot, Placement(ident, run_dir, deadline))
             agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
             await warm_up(agent, wanted, progress)
             progress("freeze", "freezing the machine", None)
@@ -403,7 +480,7 @@ class Templates:
 
     def check_shape(self, name: str, vcpus: int, memory_mib: int) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
-        if not spec.valid_name(name) or not self._pin((name, vcpus, memory_mib)).exists():
+        if not spec.valid_name(name) or not self._pins_of(name, vcpus, memory_mib, False):
             spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
 
@@ -447,7 +524,7 @@ class Templates:
         self._check_unused(name, [path.name for path in directory.glob("keys/*")])
         for shape in [shape for shape in self._ready if shape[0] == name]:
             _, snapshot = self._ready.pop(shape)
-            await self._driver.release(snapshot.path)
+            await self._drivers.of(shape.vmm).release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
 
     def catalogue(self) -> builtins.list[dict[str, Any]]:
@@ -472,6 +549,8 @@ class Templates:
             "rootfs_bytes": variant.rootfs.stat().st_size,
             "created_at": variant.created_at,
             "packages": variant.contents,
+            "vmm": variant.vmm,
+            "nested": variant.nested,
         }
 
 

@@ -120,6 +120,8 @@ def create_body(
     auto_resume: bool | None = None,
     keep: float | None = None,
     protect: Sequence[str] = (),
+    vmm: str | None = None,
+    nested: bool = False,
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
     if not isinstance(template, str) or not template:
@@ -150,6 +152,8 @@ def create_body(
         "keep_s": keep,
         "network": None if network is None else network_of(network),
         "protect": list(protect) or None,
+        "vmm": vmm,
+        "nested": nested or None,
     }
     return without_none(body)
 

@@ -327,6 +327,10 @@ class SandboxInfo:
     disk_gib: float | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     accelerator: str | None = None
+    vmm: str | None = None
+    """The virtual machine monitor it is on."""
+    nested: bool = False
+    """Whether its guest has a `/dev/kvm` that works."""
     boot_id: str | None = None
     limits: dict[str, int] | None = None
     """What the create bounded beyond vCPUs and memory: `disk_mib`, `pids`, `output_bytes_per_s`."""

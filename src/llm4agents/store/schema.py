@@ -20,10 +20,11 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    false,
     true,
 )
 
-HEAD: Final = "0004"
+HEAD: Final = "0005"
 """The newest migration. Kept here so that opening a store of this version need not import Alembic."""
 
 metadata = MetaData()
@@ -71,6 +72,8 @@ sandboxes = Table(
     Column("parent", String),  # the sandbox it was forked from
     Column("network", JSON),  # `network=` as it was asked for: names secrets, holds none
     Column("protect", JSON),  # the paths that are mounted read-only
+    Column("vmm", String),  # the driver of its machine; a pause has no record to tell it from
+    Column("nested", Boolean, nullable=False, server_default=false()),  # whether its guest has a /dev/kvm
 )
 
 secrets = Table(

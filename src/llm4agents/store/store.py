@@ -78,6 +78,8 @@ class SandboxRow:
     parent: str | None = None
     network: Any = None
     protect: list[str] | None = None
+    vmm: str | None = None
+    nested: bool = False
 
     @classmethod
     def of(cls, row: RowMapping) -> SandboxRow:

@@ -300,6 +300,9 @@ class Driver(Protocol):
     def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
         """The identity a snapshot of `spec` would have if made now. Pure."""
 
+    def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
+        """Why this VMM must not run that guest kernel (a pair known to fail), None when it may. Pure."""
+
     async def boot(self, spec: MachineSpec, placement: Placement) -> Machine:
         """Cold boot. Returns when the VMM runs; the caller waits for the agent (BOOT_TIMEOUT_S), may retry.
 
@@ -333,3 +336,6 @@ class Driver(Protocol):
 
     async def release(self, snapshot_path: Path) -> None:
         """Let go of what is held for clones of that snapshot (sealed memory). Idempotent."""
+
+    async def close(self) -> None:
+        """Let go of everything held; machines live on."""

@@ -39,6 +39,7 @@ async def server(request: Request) -> Response:
             "log": str(here.settings.server_log),
             "started_at": here.started_at,
             "sandboxes": here.engine.alive,
+            "vmm": can.vmm if can else None,
             "accelerator": can.accelerator if can else None,
             "why_not_kvm": can.why_not_kvm if can else "no VMM can run here; llm4agents doctor says why",
             "slowdown_note": doctor.SLOWDOWN if emulated else None,
@@ -112,15 +113,18 @@ async def import_(body: models.LocalFile, request: Request) -> Response:
 async def build(name: str, body: models.Build, request: Request) -> Response:
     registry = context.of(request).engine.templates
     registry.check_name(name)
+    if body.nested:
+        context.of(request).engine.check_nested()
 
     async def work(progress: Progress) -> dict[str, Any]:
-        variant, _ = await registry.variant(
+        shape = await registry.shape(
             name,
             body.vcpus or limits.DEFAULT_VCPUS,
             body.memory_mib or limits.DEFAULT_MEMORY_MIB,
-            progress,
-            rebuild=body.force,
+            vmm=body.vmm,
+            nested=body.nested,
         )
+        variant, _ = await registry.variant(shape, progress, rebuild=body.force)
         return {"type": "template", **registry.describe(variant)}
 
     return Stream(with_progress(work), lines=True, media_type=NDJSON)
@@ -130,7 +134,8 @@ async def build(name: str, body: models.Build, request: Request) -> Response:
 async def export(name: str, body: models.LocalFile, request: Request) -> Response:
     registry = context.of(request).engine.templates
     file = _local(body.file)
-    work = registry.export(name, file, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB, silent)
+    shape = await registry.shape(name, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB)
+    work = registry.export(shape, file, silent)
     return Json({"file": str(file), "bytes": await unless_gone(request, work)})
 
 

@@ -33,6 +33,8 @@ async def create(body: models.Create, request: Request) -> Response:
         env=body.env,
         metadata=body.metadata,
         require_kvm=body.require_kvm,
+        vmm=body.vmm,
+        nested=body.nested,
         bounds=Bounds(body.disk_mib, body.pids, body.output_bytes_per_s),
         wait_s=body.wait_s,
         on_timeout=body.on_timeout,

@@ -60,11 +60,15 @@ class Link:
     tap: int
     planted: Planted
 
-    def close(self) -> None:
-        """Idempotent."""
+    def release_tap(self) -> None:
+        """Close `tap`, which somebody else is to open by its name in `planted.netns`. Idempotent."""
         if self.tap >= 0:
             fd, self.tap = self.tap, -1
             os.close(fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.release_tap()
         self.planted.close()
 
 

@@ -74,6 +74,8 @@ class AsyncSandbox:
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
         require_kvm: bool = False,
+        vmm: str | None = None,
+        nested: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
@@ -86,6 +88,8 @@ class AsyncSandbox:
         of the template (files or directories; relative ones are taken from /home/user) that nobody but the guest's root
         can change: PathNotFoundError when the template has no such path. On a node that is full the create waits for
         room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
+        `vmm` names the virtual machine monitor ("firecracker", "cloud-hypervisor", "qemu"; None: the server's choice),
+        `nested` gives its guest a `/dev/kvm` that works: HostSetupError where that cannot be had.
         Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
         nothing is left running by any of them.
         """
@@ -109,6 +113,8 @@ class AsyncSandbox:
             auto_resume=auto_resume,
             keep=keep,
             protect=protect,
+            vmm=vmm,
+            nested=nested,
         )
         self._transport: AsyncTransport = transport()
         async_begin(self._open)
@@ -134,6 +140,8 @@ class AsyncSandbox:
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
         require_kvm: bool = False,
+        vmm: str | None = None,
+        nested: bool = False,
         on_progress: OnProgress | None = None,
     ) -> AsyncSandbox:
         """A new sandbox; arguments and errors as of the class."""
@@ -155,6 +163,8 @@ class AsyncSandbox:
             keep=keep,
             protect=protect,
             require_kvm=require_kvm,
+            vmm=vmm,
+            nested=nested,
             on_progress=on_progress,
         )
         await made._open()

@@ -42,11 +42,15 @@ class Client:
         *,
         vcpus: int | None = None,
         memory_mib: int | None = None,
+        vmm: str | None = None,
+        nested: bool = False,
         force: bool = False,
         on_progress: Callable[[str, str, float | None], Any] | None = None,
     ) -> dict[str, Any]:
         """Builds a template, or finds it built. Raises TemplateNotFoundError, HostSetupError, BootError."""
-        body = _wire.without_none({"vcpus": vcpus, "memory_mib": memory_mib, "force": force or None})
+        body = _wire.without_none({"vcpus": vcpus, "memory_mib": memory_mib, "vmm": vmm})
+        body |= {"force": True} if force else {}
+        body |= {"nested": True} if nested else {}
         path = f"/v1/templates/{_wire.segment(name)}/build"
         with self._transport.events(path, body, ends=_BUILT, wait_s=None) as events:
             for event in events:

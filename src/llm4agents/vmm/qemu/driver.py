@@ -85,7 +85,7 @@ class QemuDriver:
             differential_pause=await asyncio.to_thread(
                 pages.readable_children, uids.some_uid() if os.geteuid() == 0 else None
             ),
-            nested=accelerator == "tcg",
+            nested=accelerator == "tcg" or probe.kvm_nests(),
             cpu="max" if accelerator == "tcg" else f"host {probe.cpu_identity()}",
             tsc_khz=await probe.tsc_khz(cache),
         )
@@ -103,6 +103,13 @@ class QemuDriver:
             "memory_mib": str(spec.memory_mib),
             "layout": command.layout_digest(spec, capabilities.accelerator),
         }
+
+    def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
+        try:
+            table.check(capabilities.version, kernel_release, capabilities.accelerator)
+        except HostSetupError as error:
+            return error.message
+        return None
 
     # -- machines -----------------------------------------------------------------------------------------
 

@@ -104,6 +104,14 @@ def _device_problem() -> str | None:
     return None
 
 
+def kvm_nests() -> bool:
+    """Whether guests of this host's KVM may use KVM themselves."""
+    for module in ("kvm_amd", "kvm_intel"):
+        with contextlib.suppress(OSError):
+            return Path(f"/sys/module/{module}/parameters/nested").read_text().strip() in ("1", "Y")
+    return False
+
+
 async def _boot(qemu: str, accelerator: str, kernel: Path | None) -> str | None:
     """Boot to the first byte on the serial line: None, or why it did not come."""
     with tempfile.NamedTemporaryFile(prefix="llm4agents-probe-") as stub:

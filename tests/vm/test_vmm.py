@@ -27,6 +27,8 @@ def test_nested_is_asked_for_and_nobody_elses(shared_node: Node) -> None:
     assert row["nested"] and not node.get(plain)["nested"]
     assert {row["vmm"], node.get(plain)["vmm"]} == {here["vmm"]}
     assert virtual(node, nested) and not virtual(node, plain)
+    assert node.exec(nested, "test -c /dev/kvm", user="root")["exit_code"] == 0
+    assert node.exec(plain, "test -e /dev/kvm", user="root")["exit_code"] == 1
     variants = [
         one
         for one in node.call("GET", "/v1/templates")["data"]

@@ -300,7 +300,7 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
     places = node.places
     variant, base = await node.templates.by_key(row.template, row.template_key, loadable=False)
     driver = await _driver_of_cold(node, row, base)
-    boot_parts = await node.templates.boot_parts(driver, progress)
+    boot_parts = await node.templates.boot_parts(driver, row.nested, progress)
     node.store.transition(row, "resuming", "cold", clock.stamp())
     machine: Machine | None = None
     ran = False

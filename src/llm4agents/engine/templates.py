@@ -172,7 +172,7 @@ class Templates:
     ) -> tuple[Variant, Snapshot]:
         driver = self._drivers.of(shape.vmm)
         async with self.cache.building(progress):
-            made_of = await self._parts(wanted, driver, progress, refresh=rebuild)
+            made_of = await self._parts(wanted, driver, progress, refresh=rebuild, nested=shape.nested)
             machine = made_of.machine(shape, Path(parts.UPPER))
             identity = driver.identity(machine, await driver.capabilities())
             key = parts.variant_key(wanted, made_of, identity, shape)
@@ -264,9 +264,9 @@ class Templates:
             pin.unlink(missing_ok=True)
         self._pin(variant.shape).write_text(variant.key + "\n")
 
-    async def boot_parts(self, driver: Driver, progress: Progress = silent) -> Parts:
+    async def boot_parts(self, driver: Driver, nested: bool, progress: Progress = silent) -> Parts:
         """Kernel and initramfs of this version, to boot any disk with."""
-        return await self._parts(spec.get("base"), driver, progress, refresh=False)
+        return await self._parts(spec.get("base"), driver, progress, refresh=False, nested=nested)
 
     @staticmethod
     def spec_of(variant: Variant) -> TemplateSpec:
@@ -369,14 +369,14 @@ class Templates:
             shutil.rmtree(path, ignore_errors=True)
 
     async def _parts(
-        self, wanted: TemplateSpec, driver: Driver, progress: Progress, *, refresh: bool
+        self, wanted: TemplateSpec, driver: Driver, progress: Progress, *, refresh: bool, nested: bool = False
     ) -> Parts:
         can = await driver.capabilities()
         kernel = await build_kernel(
             self.cache, progress, refuses=lambda release: driver.refuses(release, can), refresh=refresh
         )
         agent = binaries.path(binaries.AGENT)
-        initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache))
+        initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache, nested=nested))
         authority = await in_thread(lambda _: self.authority())
         rootfs = await build_rootfs(
             wanted, self.cache, progress, refresh=refresh, authority=authority.certificate_pem

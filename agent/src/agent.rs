@@ -273,7 +273,7 @@ impl Agent {
                 Input::Closed => {
                     self.readable = false;
                     self.disconnected(&mut decoder);
-                    open = !matches!(self.channel, Channel::Socket(_));
+                    open = matches!(self.channel, Channel::Listener { .. });
                     break;
                 }
             }

@@ -10,7 +10,8 @@ pub const VSOCK_PORT: u32 = 1024;
 pub enum Channel {
     /// Has no connections: while no host is there `read` answers 0 and `write` EAGAIN, and an edge tells of its coming.
     Port(OwnedFd),
-    Vsock {
+    /// Connections that follow each other: vsock, or in tests a unix socket.
+    Listener {
         listener: OwnedFd,
         peer: Option<OwnedFd>,
     },
@@ -52,31 +53,44 @@ impl Channel {
             let size = std::mem::size_of::<libc::sockaddr_vm>() as libc::socklen_t;
             cvt(libc::bind(fd, (&address as *const libc::sockaddr_vm).cast(), size))?;
             cvt(libc::listen(fd, 4))?;
-            Ok(Self::Vsock { listener, peer: None })
+            Ok(Self::Listener { listener, peer: None })
+        }
+    }
+
+    /// An inherited socket, connected or (`accept`) listening.
+    pub fn inherited(fd: OwnedFd) -> Self {
+        let mut listens: libc::c_int = 0;
+        let mut size = std::mem::size_of_val(&listens) as libc::socklen_t;
+        let value = (&mut listens as *mut libc::c_int).cast();
+        // SAFETY: room for one int, of the size that is said.
+        unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ACCEPTCONN, value, &mut size) };
+        match listens {
+            0 => Self::Socket(fd),
+            _ => Self::Listener { listener: fd, peer: None },
         }
     }
 
     pub fn register(&self, epoll: &Epoll, data: u64, accept: u64) -> io::Result<()> {
         match self {
             Self::Port(fd) | Self::Socket(fd) => epoll.add(fd.as_raw_fd(), IN | RDHUP | EDGE, data),
-            Self::Vsock { listener, .. } => epoll.add(listener.as_raw_fd(), IN, accept),
+            Self::Listener { listener, .. } => epoll.add(listener.as_raw_fd(), IN, accept),
         }
     }
 
     /// Take a waiting connection; it replaces the one before, whose host is gone or has given up. Only the host may:
     /// false for one of the guest itself (vsock_loopback) or of a machine that runs in it, which is closed.
     pub fn accept(&mut self, epoll: &Epoll, data: u64) -> io::Result<bool> {
-        let Self::Vsock { listener, peer } = self else { return Ok(false) };
-        // SAFETY: an address of the size that is said; the descriptor is ours.
-        let (fd, cid) = unsafe {
+        let Self::Listener { listener, peer } = self else { return Ok(false) };
+        // SAFETY: an address of the size that is said, longer than what another family writes; the descriptor is ours.
+        let (fd, from) = unsafe {
             let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
             let mut from: libc::sockaddr_vm = std::mem::zeroed();
             let mut size = std::mem::size_of_val(&from) as libc::socklen_t;
             let address = (&mut from as *mut libc::sockaddr_vm).cast();
             let fd = cvt(libc::accept4(listener.as_raw_fd(), address, &mut size, flags))?;
-            (OwnedFd::from_raw_fd(fd), from.svm_cid)
+            (OwnedFd::from_raw_fd(fd), from)
         };
-        if cid != libc::VMADDR_CID_HOST {
+        if i32::from(from.svm_family) == libc::AF_VSOCK && from.svm_cid != libc::VMADDR_CID_HOST {
             return Ok(false);
         }
         epoll.add(fd.as_raw_fd(), IN | RDHUP | EDGE, data)?;
@@ -93,7 +107,7 @@ impl Channel {
     fn fd(&self) -> Option<i32> {
         match self {
             Self::Port(fd) | Self::Socket(fd) => Some(fd.as_raw_fd()),
-            Self::Vsock { peer, .. } => peer.as_ref().map(AsRawFd::as_raw_fd),
+            Self::Listener { peer, .. } => peer.as_ref().map(AsRawFd::as_raw_fd),
         }
     }
 
@@ -112,7 +126,7 @@ impl Channel {
     fn closed(&mut self) -> Input {
         match self {
             Self::Port(_) => Input::Drained,
-            Self::Vsock { peer, .. } => {
+            Self::Listener { peer, .. } => {
                 *peer = None;
                 Input::Closed
             }
@@ -123,7 +137,7 @@ impl Channel {
     /// Whether the connection may break and another come; a write's error has then ended this one.
     pub fn hang_up(&mut self) -> bool {
         match self {
-            Self::Vsock { peer, .. } => {
+            Self::Listener { peer, .. } => {
                 *peer = None;
                 true
             }

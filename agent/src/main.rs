@@ -32,7 +32,7 @@ fn serve(fd: RawFd) {
         libc::fcntl(fd, libc::F_SETFL, libc::O_RDWR | libc::O_NONBLOCK);
         OwnedFd::from_raw_fd(fd)
     };
-    if let Err(error) = Agent::new(Channel::Socket(socket), None).and_then(|mut agent| agent.run()) {
+    if let Err(error) = Agent::new(Channel::inherited(socket), None).and_then(|mut agent| agent.run()) {
         eprintln!("llm4agents-agent: {error}");
         exit(1);
     }

@@ -122,7 +122,7 @@ class Session:
         self._due_cancel: list[tuple[int, FrameType]] = []
         self._turn = asyncio.Lock()
         self._drained, self._quieted = Signal(), Signal()
-        self._quiescing = self._quiesced = False
+        self._quiescing = self._quiesced = self._parted = False
         self._answers_due = 0
         self._unpaid, self._unpaid_since = 0, 0.0
 
@@ -209,13 +209,7 @@ class Session:
         if self.closed.done():
             return
         self.closed.set_result(error)
-        descriptor = self._sock.fileno()
-        if descriptor >= 0:
-            self._loop.remove_reader(descriptor)
-            self._loop.remove_writer(descriptor)
-        self._sock.close()
-        if self._owner is not self._sock:
-            self._owner.close()
+        self._let_go()
         self._out.clear()
         self._due_credit.clear()
         self._due_cancel.clear()
@@ -225,6 +219,15 @@ class Session:
             stream.fail(lost(error))
         self._drained.fire()
         self._quieted.fire()
+
+    def _let_go(self) -> None:
+        descriptor = self._sock.fileno()
+        if descriptor >= 0:
+            self._loop.remove_reader(descriptor)
+            self._loop.remove_writer(descriptor)
+        self._sock.close()
+        if self._owner is not self._sock:
+            self._owner.close()
 
     def _check_open(self) -> None:
         if self.closed.done():
@@ -318,8 +321,30 @@ class Session:
         except TimeoutError:
             raise TimedOutError(f"the guest's agent did not fall silent within {timeout:g} s") from None
 
+    def reconnect(self, sock: Socket) -> None:
+        """Go on over another connection to the same agent, when the one of a quiet session has ended.
+
+        So where the VMM's snapshots reset connections. Owns `sock` from then on; `unquiesce` is next. Raises
+        ConflictError when the session is not quiet, what ended it when it has (`sock` is then closed).
+        """
+        try:
+            self._check_open()
+            if not self._quiesced:
+                raise ConflictError("only a quiet channel goes on over another connection")
+            new = sock if isinstance(sock, socket.socket) else socket.socket(fileno=os.dup(sock.fileno()))
+        except BaseException:
+            sock.close()
+            raise
+        new.setblocking(False)
+        self._let_go()
+        self._owner, self._sock = sock, new
+        self._parted = self._writer_armed = False
+        self._loop.add_reader(new.fileno(), self._readable)
+
     async def unquiesce(self) -> None:
-        """Let the channel speak again: the machine runs on and this host kept its end."""
+        """Let the channel speak again: the machine runs on and this host kept its end, or has another."""
+        if self._parted:
+            self.fail(ConnectionLostError("the guest's channel ended while the guest stood still"))
         self._check_open()
         if not self._quiescing:
             return
@@ -429,12 +454,14 @@ class Session:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.fail(ConnectionLostError(f"the guest's channel broke: {error.strerror}"))
+            if not self._part():
+                self.fail(ConnectionLostError(f"the guest's channel broke: {error.strerror}"))
             return
         if not count:
-            self.fail(
-                ConnectionLostError("the guest's channel ended: the virtual machine is gone or rebooting")
-            )
+            if not self._part():
+                self.fail(
+                    ConnectionLostError("the guest's channel ended: the virtual machine is gone or rebooting")
+                )
             return
         try:
             for frame in decoder.advance(count):
@@ -448,6 +475,13 @@ class Session:
         except Exception as error:
             self.fail(ProtocolError(f"a frame of the guest could not be handled ({type(error).__name__})"))
             self._loop.call_exception_handler({"message": "guest frame handler failed", "exception": error})
+
+    def _part(self) -> bool:
+        """The connection has ended. True when nothing was on its way, so that the session can go on over another."""
+        if self._quiesced:
+            self._parted = True
+            self._loop.remove_reader(self._sock.fileno())
+        return self._quiesced
 
     def _on_frame(self, frame: frames.Frame) -> None:
         ident, kind, flags, payload = frame

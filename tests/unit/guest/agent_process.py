@@ -37,8 +37,14 @@ def agent_path() -> Path:
 class Served:
     """An agent process that serves one end of a socketpair, and the other end."""
 
-    def __init__(self) -> None:
-        self.ours, theirs = socket.socketpair()
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        """`listener`: it serves the connections to that, as on vsock, and `ours` is the first."""
+        if listener is None:
+            self.ours, theirs = socket.socketpair()
+        else:
+            self.ours, theirs = socket.socket(socket.AF_UNIX), listener.dup()
+            listener.listen()
+            self.ours.connect(listener.getsockname())
         with theirs:
             # What started us with `nohup` would have its ignored hang-up inherited by all that the agent starts.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)

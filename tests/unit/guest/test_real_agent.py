@@ -441,6 +441,63 @@ def test_quiesce_and_on() -> None:
     run(test)
 
 
+def test_a_quiet_session_goes_on_over_another_connection(tmp_path: Path) -> None:
+    async def test() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "s"))
+            served = Served(listener)
+            try:
+                session = await Session.open(os_dup(served.ours))
+                agent = Agent(session)
+                process = await agent.exec(["/bin/sh", "-c", "seq 200000; read x; echo $x"], user=None, stdin=True)
+                with pytest.raises(ConflictError):
+                    session.reconnect(socket.socket(socket.AF_UNIX))
+                await session.quiesce()
+                served.ours.shutdown(socket.SHUT_RDWR)  # as a guest sees its host go
+                session.reconnect(dial(listener))
+                await session.unquiesce()
+                await process.write_stdin(b"said\n")
+                status, out, _ = await finish(process)
+                numbers = "".join(f"{number}\n" for number in range(1, 200001))
+                assert (status.exit_code, out.decode()) == (0, f"{numbers}said\n")
+                # The same, told by the old connection's end first; and another host's greeting begins anew.
+                lasting = await agent.exec(["/bin/sleep", "60"], user=None)
+                await session.quiesce()
+                served.ours.close()
+                second = await Session.open(dial(listener))
+                while alive(lasting.pid):
+                    await Agent(second).ping()
+                # One that has lost its connection and gets no other says so.
+                with pytest.raises(ConnectionLostError):
+                    while True:
+                        await session.unquiesce()
+                        await session.quiesce()
+                # What breaks in mid-frame goes with its connection, and so do the calls of a session that was not quiet.
+                lasting = await Agent(second).exec(["/bin/sleep", "60"], user=None)
+                torn = frames.encode(second._tag, 9, FrameType.OPEN, 0, b"\x80" + bytes(5_000))[:1_000]
+                third = dial(listener)
+                third.sendall(torn)
+                fourth = await Session.open(dial(listener))
+                assert (await sh(Agent(fourth), "echo again"))[1] == b"again\n"
+                while alive(lasting.pid):
+                    await Agent(fourth).ping()
+                with pytest.raises(ConnectionLostError):
+                    await lasting.wait()
+                for it in (second, fourth):
+                    await it.close()
+                third.close()
+            finally:
+                served.end()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def dial(listener: socket.socket) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(listener.getsockname())
+    return sock
+
+
 def test_the_agents_end_is_told() -> None:
     async def test() -> None:
         served = Served()

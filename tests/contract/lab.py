@@ -161,6 +161,8 @@ async def stand_still(machine: Machine, agent: Agent, **how: bool) -> None:
 
 async def go_on(machine: Machine, agent: Agent) -> None:
     await machine.resume()
+    if machine.channel_cut:
+        agent.session.reconnect(await machine.channel())
     await agent.session.unquiesce()
     await agent.thaw()
 

@@ -82,6 +82,8 @@ async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[float]:
 async def _go_on(live: Live) -> None:
     try:
         await live.machine.resume()
+        if live.machine.channel_cut:
+            live.agent.session.reconnect(await live.machine.channel())
         await live.agent.session.unquiesce()
         await live.agent.thaw()
     except LLM4AgentsError as error:

@@ -216,6 +216,11 @@ class Machine(Protocol):
     @property
     def record(self) -> MachineRecord: ...
 
+    @property
+    def channel_cut(self) -> bool:
+        """Whether a snapshot or checkpoint since `channel()` has ended the connection it gave (Firecracker: the guest
+        resets it when it runs again). After `resume` another is made, and the session goes on over that."""
+
     async def channel(self) -> Channel:
         """Connect to the guest's agent channel. One connection at a time; connecting replaces none.
 

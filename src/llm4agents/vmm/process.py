@@ -70,6 +70,9 @@ class LiveMachine:
     sockets: tuple[str, ...] = ()
     """Names in `run_dir` that go with the VMM; the shim removes them, we where it was killed."""
 
+    channel_cut = False
+    """A driver whose snapshots end the guest's connections says so from then on until `channel`."""
+
     def __init__(self, record: MachineRecord) -> None:
         """Raises ProcessLookupError when shim or VMM is gone. Call it last: from here on its end is watched."""
         self.record = record

@@ -441,6 +441,9 @@ def test_quiesce_and_on() -> None:
     run(test)
 
 
+SAID = "seq 200000; read x; echo $x"
+
+
 def test_a_quiet_session_goes_on_over_another_connection(tmp_path: Path) -> None:
     async def test() -> None:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -449,7 +452,7 @@ def test_a_quiet_session_goes_on_over_another_connection(tmp_path: Path) -> None
             try:
                 session = await Session.open(os_dup(served.ours))
                 agent = Agent(session)
-                process = await agent.exec(["/bin/sh", "-c", "seq 200000; read x; echo $x"], user=None, stdin=True)
+                process = await agent.exec(["/bin/sh", "-c", SAID], user=None, stdin=True)
                 with pytest.raises(ConflictError):
                     session.reconnect(socket.socket(socket.AF_UNIX))
                 await session.quiesce()
@@ -472,7 +475,7 @@ def test_a_quiet_session_goes_on_over_another_connection(tmp_path: Path) -> None
                     while True:
                         await session.unquiesce()
                         await session.quiesce()
-                # What breaks in mid-frame goes with its connection, and so do the calls of a session that was not quiet.
+                # What breaks in mid-frame goes with its connection, and so do calls of a session that is not quiet.
                 lasting = await Agent(second).exec(["/bin/sleep", "60"], user=None)
                 torn = frames.encode(second._tag, 9, FrameType.OPEN, 0, b"\x80" + bytes(5_000))[:1_000]
                 third = dial(listener)

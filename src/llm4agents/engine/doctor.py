@@ -15,7 +15,7 @@ from typing import Any
 
 from llm4agents import binaries, limits
 from llm4agents.config import Settings
-from llm4agents.engine import admission, network, parts
+from llm4agents.engine import admission, hardening, network, parts
 from llm4agents.engine import host as hosts
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.images.cache import Cache
@@ -100,6 +100,9 @@ async def report_async(settings: Settings) -> dict[str, Any]:
     )
     for name, ok, detail, hint in await network.checks(settings):
         check(name, ok, detail, hint, required=False)
+    weak = hardening.here(kvm=accelerator == "kvm")
+    detail = "; ".join(weak) or "nothing seen that weakens it"
+    check("host for hostile code", not weak, detail, hardening.GUIDE, required=False)
     host = hosts.host(_existing(settings.state))
     memory_mib = host.memory_available_bytes >> 20
     check(

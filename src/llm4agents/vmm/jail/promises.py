@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from llm4agents.config import VMMS
 from llm4agents.vmm.jail.seen import Descriptor, Isolation, Process, Thread
 
 EVERY_SET = ("effective", "permitted", "inheritable", "ambient", "bounding")
@@ -81,7 +82,7 @@ _BOUNDS = ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
 
 def expected(driver: str, root: bool) -> dict[str, Part]:
     """The promise by process role, for a VMM of that driver started by root, or by an ordinary user."""
-    if driver not in ("qemu", "firecracker", "cloud-hypervisor"):
+    if driver not in VMMS:
         raise ValueError(f"nothing is promised of a driver {driver!r}")
     vmm = Part(
         own_uid=root,

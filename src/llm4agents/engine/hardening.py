@@ -1,0 +1,64 @@
+"""What of this host's own settings weakens the walls between sandboxes: for `doctor`.
+
+Reads a dozen files of /proc and /sys and judges them (docs/howto/production-host.md says why); changes nothing. Not here:
+whether sandboxes can run at all (`doctor`), how one of them is confined (`vmm.jail`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+Read = Callable[[str], str | None]
+"""The text of a file, stripped; None when it is not there or not ours to read."""
+GUIDE = "docs/howto/production-host.md says why, and how"
+INOTIFY_WANTED = 1_024
+_VULNERABILITIES = "/sys/devices/system/cpu/vulnerabilities"
+
+
+def found(read: Read, names: Callable[[str], list[str]], *, kvm: bool) -> Iterator[str]:
+    """What is not as it should be for hostile code, each in a few words. `kvm`: guests run on this processor itself."""
+    if len((read("/proc/swaps") or "").splitlines()) > 1:
+        yield "swap is on: guests' memory reaches a disk"
+    if read("/sys/kernel/mm/ksm/run") == "1":
+        yield "KSM merges pages: guests can tell what others have in memory"
+    if kvm:
+        if read("/sys/devices/system/cpu/smt/active") == "1":
+            yield "SMT is on: two guests may share a core"
+        for module in ("kvm_intel", "kvm_amd"):
+            if read(f"/sys/module/{module}/parameters/nested") in ("1", "Y"):
+                yield f"{module} lets guests be hosts (nested=1)"
+        if bad := [
+            name
+            for name in names(_VULNERABILITIES)
+            if (read(f"{_VULNERABILITIES}/{name}") or "").startswith("Vulner")
+        ]:
+            yield f"the processor is vulnerable: {', '.join(bad)}"
+    if read("/proc/sys/vm/overcommit_memory") == "2":
+        yield "vm.overcommit_memory=2 charges every clone its template's memory"
+    instances = read("/proc/sys/fs/inotify/max_user_instances")
+    if instances is not None and instances.isdigit() and int(instances) < INOTIFY_WANTED:
+        yield f"no more than {instances} sandboxes at a time (fs.inotify.max_user_instances)"
+    groups = (read("/sys/fs/cgroup/cgroup.controllers") or "").split()
+    if not {"memory", "pids"} <= set(groups):
+        yield "no cgroup v2 with memory and pids: only limits of the process bound a VMM"
+
+
+def here(*, kvm: bool) -> list[str]:
+    """The same of this host."""
+    return list(found(_read, _names, kvm=kvm))
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))  # noqa: PTH208
+    except OSError:
+        return []

@@ -1,7 +1,7 @@
 """What of this host's own settings weakens the walls between sandboxes: for `doctor`.
 
-Reads a dozen files of /proc and /sys and judges them (docs/howto/production-host.md says why); changes nothing. Not here:
-whether sandboxes can run at all (`doctor`), how one of them is confined (`vmm.jail`).
+Reads a dozen files of /proc and /sys and judges them (docs/howto/production-host.md says why); changes nothing.
+Not here: whether sandboxes can run at all (`doctor`), how one of them is confined (`vmm.jail`).
 """
 
 from __future__ import annotations

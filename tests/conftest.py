@@ -14,13 +14,12 @@ import pytest
 from llm4agents.barrier import workers
 from llm4agents.config import settings
 from llm4agents.vmm import shim
-from tests.support import Node, eventually
+from tests.support import Node, copied_cache, eventually
 
 
 def _nodes() -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
     cache = settings().cache
-    before = {path.name for path in (cache / "tmp").glob("*")}
 
     def make(
         *, cache: Path = cache, state: Path | None = None, within: Sequence[str] = (), **env: str
@@ -41,9 +40,7 @@ def _nodes() -> Iterator[Callable[..., Node]]:
             node.stop()
             eventually(lambda node=node: not node.leftovers() or node.process, 15)  # type: ignore[misc]
             assert not node.leftovers(), f"{node.leftovers()}\n{node.log()[-3000:]}"
-            ours = {p.name for p in (node.cache / "tmp").glob("*")} - before
-            # Other tests and people build in the same cache: only what no process holds is ours to mind.
-            assert not [name for name in ours if not Path(f"/proc/{name.split('-')[0]}").exists()]
+            assert not node.half_made()
     finally:
         for node in made:
             node.http.close()
@@ -71,6 +68,16 @@ def nodes() -> Iterator[Callable[..., Node]]:
 def node(nodes: Callable[..., Node]) -> Node:
     """A started node of this test's own."""
     return nodes().start()
+
+
+@pytest.fixture
+def own_cache(nodes: Callable[..., Node]) -> Iterator[Path]:
+    """A cache of this test's own with the templates `base` alone, to be spoilt: other tests use the real one."""
+    before = nodes().start()
+    before.call("DELETE", f"/v1/sandboxes/{before.create()}")  # so that there is one to copy
+    before.stop()
+    with copied_cache() as place:
+        yield place
 
 
 @pytest.fixture(scope="module")

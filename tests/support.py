@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -56,6 +58,8 @@ class Node:
             **env,
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self.pids: set[int] = set()
+        """Of all servers this has started."""
         self.http = self.connect()
 
     def connect(self) -> httpx.Client:
@@ -67,7 +71,7 @@ class Node:
     def spawn(self) -> subprocess.Popen[bytes]:
         self.home.mkdir(exist_ok=True)
         with (self.home / "stderr").open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*self.within, sys.executable, "-P", "-m", "llm4agents.api.server"],
                 env=self.env,
                 cwd="/",
@@ -76,6 +80,8 @@ class Node:
                 stderr=log,
                 start_new_session=True,
             )
+        self.pids.add(process.pid)
+        return process
 
     def start(self) -> Node:
         process = self.process = self.spawn()
@@ -175,6 +181,14 @@ class Node:
         """The pid of a sandbox's VMM."""
         return self.machines()[sandbox]
 
+    def half_made(self) -> list[str]:
+        """What dead servers of this node have left in the cache where things are made. Others use that cache too."""
+        pids = {str(pid) for pid in self.pids}
+        with contextlib.suppress(OSError):  # one that the SDK has started is only here
+            pids.add((self.state / "lock").read_text().strip())
+        pids = {pid for pid in pids if not Path(f"/proc/{pid}").exists()}
+        return [path.name for path in (self.cache / "tmp").glob("*") if path.name.split("-")[0] in pids]
+
     def leftovers(self) -> list[str]:
         left = [f"process {pid} {name}" for pid, name in self.processes()]
         left += [f"worker {pid} {name}" for name, pid in self.workers().items()]
@@ -182,6 +196,27 @@ class Node:
             left += [str(path) for path in directory.glob("*")]
         left += [str(path) for path in (*self.run.glob("**/*.sock"), *self.tmp.iterdir())]
         return left
+
+
+@contextlib.contextmanager
+def copied_cache() -> Iterator[Path]:
+    """A cache with (hard links to) what the tests' cache has, and of its templates `base` alone: to be spoilt."""
+    real = config.settings().cache
+    place = (
+        real.parent / f"l4a-cache-{os.getpid()}"
+    )  # beside it: hard links reach no further than a file system
+    place.mkdir()
+    try:
+        (real / "locks").mkdir(parents=True, exist_ok=True)
+        # Other tests build in the real one meanwhile: as a prune does, wait until nobody is at it.
+        with (real / "locks" / "cache.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for part in ("blobs", "index", "probe", "build/bin", "templates/base"):
+                if (real / part).exists():
+                    shutil.copytree(real / part, place / part, copy_function=os.link, symlinks=True)
+        yield place
+    finally:
+        shutil.rmtree(place)
 
 
 def lines(answer: httpx.Response) -> Iterator[dict[str, Any]]:

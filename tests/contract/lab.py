@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm4agents import binaries
+from llm4agents.barrier.ca import Authority
 from llm4agents.barrier.link.links import Link
 from llm4agents.config import settings
 from llm4agents.guest.channel import Session
@@ -63,10 +64,12 @@ async def build_spec(home: Path, memory_mib: int = MEMORY_MIB) -> MachineSpec:
     def quiet(step: str, detail: str, fraction: float | None) -> None:
         pass
 
+    # That of the tests' servers: their templates' root file system, built once for all.
+    authority = Authority.open(settings().ca_directory).certificate_pem
     async with cache.building(quiet):
         kernel = await build_kernel(cache, quiet)
         initrd = build_initrd(kernel, binaries.path(binaries.AGENT), cache)
-        rootfs = await build_rootfs(spec.get("base"), cache, quiet)
+        rootfs = await build_rootfs(spec.get("base"), cache, quiet, authority=authority)
     await disk.make_upper(home / "upper.raw", UPPER_BYTES)
     disks = (Disk("root", rootfs.path, "raw", True), Disk("upper", home / "upper.raw", "raw", False))
     return MachineSpec(1, memory_mib, kernel.vmlinux, initrd.path, disks, kernel_release=kernel.release)

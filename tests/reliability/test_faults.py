@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ..support import Node, eventually, lines
+from ..support import Node, copied_cache, eventually, lines
 
 pytestmark = pytest.mark.vm
 
@@ -469,12 +469,16 @@ def test_a_disk_that_fills_while_running_stops_the_guest_and_not_the_server(
 
 @pytest.mark.root
 def test_a_disk_that_fills_while_building_leaves_no_half_template(nodes: Make, small_disk: Path) -> None:
-    """The real cache below, 40 MiB of room above: enough to begin a build and not to end it."""
-    real = nodes().cache
+    """A copy of the cache below, 40 MiB of room above: enough to begin a build and not to end it."""
+    with copied_cache() as below:
+        _fills_while_building(nodes, small_disk, below)
+
+
+def _fills_while_building(nodes: Make, small_disk: Path, below: Path) -> None:
     (small_disk / "up").mkdir()
     (small_disk / "work").mkdir()
     place = Path(tempfile.mkdtemp(prefix=f"l4a-cache-{os.getpid()}-"))
-    options = f"lowerdir={real},upperdir={small_disk / 'up'},workdir={small_disk / 'work'}"
+    options = f"lowerdir={below},upperdir={small_disk / 'up'},workdir={small_disk / 'work'}"
     if subprocess.run(
         ["mount", "-t", "overlay", "overlay", "-o", options, str(place)], capture_output=True
     ).returncode:

@@ -166,23 +166,6 @@ def test_without_qemu_the_package_is_named(no_qemu: Node) -> None:
 # -- templates of another QEMU ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_cache(nodes: Make) -> Iterator[Path]:
-    """A copy of the cache (hard links where they can be) with the templates `base` alone, to be spoilt."""
-    real = config.settings().cache
-    before = nodes().start()
-    before.call("DELETE", f"/v1/sandboxes/{before.create()}")  # so that there is one to copy
-    before.stop()
-    place = real.parent / f"l4a-cache-{os.getpid()}"
-    place.mkdir()
-    try:
-        for part in ("blobs", "index", "probe", "build/bin", "templates/base"):
-            shutil.copytree(real / part, place / part, copy_function=os.link, symlinks=True)
-        yield place
-    finally:
-        shutil.rmtree(place)
-
-
 def _other_qemu(variant: Path) -> None:
     """Make a variant look as if QEMU 6.0 had frozen it."""
     manifest = variant / "snapshot" / "manifest.json"

@@ -27,6 +27,7 @@ def environment() -> Iterator[dict[str, str]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("LLM4AGENTS_")}
     env.update(
         LLM4AGENTS_CACHE=str(config.settings().cache),
+        LLM4AGENTS_CA=str(config.settings().ca_directory),  # with another it would build templates of its own
         LLM4AGENTS_STATE=str(home / "s"),
         LLM4AGENTS_RUN=str(home / "r"),
         HOME=str(home),

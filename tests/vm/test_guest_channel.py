@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from llm4agents import binaries, limits
+from llm4agents.barrier.ca import Authority
 from llm4agents.config import settings
 from llm4agents.errors import ConnectionLostError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.channel import Session
@@ -60,11 +61,13 @@ async def bench(work: Path) -> AsyncIterator[Bench]:
 
     def quiet(step: str, detail: str, fraction: float | None) -> None: ...
 
+    # That of the tests' servers: their templates' root file system, built once for all.
+    authority = Authority.open(settings().ca_directory).certificate_pem
     try:
         async with cache.building(quiet):
             kernel = await build_kernel(cache, quiet)
             initrd = build_initrd(kernel, binaries.path(binaries.AGENT), cache)
-            rootfs = await build_rootfs(spec.get("base"), cache, quiet)
+            rootfs = await build_rootfs(spec.get("base"), cache, quiet, authority=authority)
     except HostSetupError as error:
         pytest.skip(str(error))
     await disk.make_upper(work / "upper.raw", limits.DISK_GIB << 30)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from llm4agents import __version__, binaries, config
+from llm4agents import __version__, binaries, config, limits
 
 pytestmark = pytest.mark.vm
 
@@ -89,6 +89,7 @@ def installed() -> Iterator[Installed]:
             "PATH": os.environ["PATH"],
             "HOME": str(home),
             "LLM4AGENTS_CACHE": cache,
+            "LLM4AGENTS_CA": str(config.settings().ca_directory),
             "LLM4AGENTS_STATE": str(top / "s"),
             "LLM4AGENTS_RUN": str(top / "r"),
         }
@@ -176,8 +177,15 @@ def test_the_main_job_from_the_wheel_with_the_checkouts_template(installed: Inst
 
 
 def _built() -> dict[str, int]:
+    """When each variant of `python` in the default shape was built (other tests may build other shapes meanwhile)."""
     keys = (config.settings().cache / "templates" / "python" / "keys").glob("*/template.json")
-    return {path.parent.name: path.stat().st_mtime_ns for path in keys}
+    shapes = {path: json.loads(path.read_text()) for path in keys}
+    default = (limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB)
+    return {
+        path.parent.name: path.stat().st_mtime_ns
+        for path, shape in shapes.items()
+        if (shape["vcpus"], shape["memory_mib"]) == default
+    }
 
 
 def test_the_main_job_needs_no_network_and_tries_none(installed: Installed, tmp_path: Path) -> None:

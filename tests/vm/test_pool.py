@@ -82,8 +82,8 @@ def test_an_environment_is_there_for_the_very_first_command(node: Node) -> None:
         assert node.exec(box, ["printenv", "N"])["stdout"] == f"{number}\n"
 
 
-def test_what_waits_is_of_the_template_as_it_is_now(nodes: Callable[..., Node]) -> None:
-    node = nodes(LLM4AGENTS_POOL="base=1").start()
+def test_what_waits_is_of_the_template_as_it_is_now(nodes: Callable[..., Node], own_cache: Path) -> None:
+    node = nodes(cache=own_cache, LLM4AGENTS_POOL="base=1").start()
     old = filled(node, 1)
     # The same template built anew, as another build in the same place.
     node.http.post("/v1/templates/base/build", json={"force": True})

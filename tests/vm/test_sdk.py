@@ -41,8 +41,11 @@ def server() -> Iterator[config.Settings]:
     """A server of this file's own, started by the first call, stopped at the end."""
     home = Path(tempfile.mkdtemp(prefix=f"l4a-sdk-{os.getpid()}-"))
     patch = pytest.MonkeyPatch()
-    cache = config.settings().cache
-    patch.setenv("LLM4AGENTS_CACHE", str(cache))
+    settings = config.settings()
+    patch.setenv("LLM4AGENTS_CACHE", str(settings.cache))
+    patch.setenv(
+        "LLM4AGENTS_CA", str(settings.ca_directory)
+    )  # with another it would build templates of its own
     patch.setenv("LLM4AGENTS_STATE", str(home / "s"))
     patch.setenv("LLM4AGENTS_RUN", str(home / "r"))
     for name in ("URL", "AUTOSTART"):

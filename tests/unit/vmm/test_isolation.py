@@ -401,6 +401,27 @@ def test_what_the_host_cannot_give_is_missing_and_not_broken() -> None:
     assert {"namespaces", "landlock"} == {entry["name"] for entry in shared["differences"]}
 
 
+def test_what_the_host_refused_the_shim_is_broken_for_root_and_missing_for_a_user() -> None:
+    spaces = {name: Namespace(f"{name}:[1]", True) for name in seen.NAMESPACES}
+    said = {"no-ns": "Operation_not_permitted", "landlock": "6", "seccomp": "1"}
+    vmm = a_vmm(namespaces=spaces, root=root(shared=True))
+    body = isolation.describe(a_report(vmm, said=said))
+    assert {entry["name"] for entry in body["differences"]} == {"namespaces", "root", "ns"}
+    body = isolation.describe(a_report(vmm, as_root=False, said=said))
+    assert body["ok"] is True
+    words = [entry["words"] for entry in body["missing"]]
+    assert "the host allows it no namespaces of its own: Operation not permitted" in words
+    assert "its root is the server's: every file of the host has a name for it" in words
+    # A filter that could be put on by anybody is not excused.
+    body = isolation.describe(a_report(vmm, as_root=False, said={**said, "landlock": ""}))
+    assert [entry["name"] for entry in body["differences"]] == ["landlock"]
+
+
+def test_a_proc_of_others_is_told() -> None:
+    said = {"landlock": "6", "proc": "shared"}
+    assert told(a_report(said=said)) == ["vmm: its /proc shows the server's processes too"]
+
+
 def test_every_driver_has_its_promise_and_no_other() -> None:
     for driver in ("qemu", "firecracker", "cloud-hypervisor"):
         for as_root in (True, False):

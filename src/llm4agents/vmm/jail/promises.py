@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm4agents.config import VMMS
 from llm4agents.vmm.jail.seen import Descriptor, Isolation, Process, Thread
@@ -77,6 +77,15 @@ class Difference:
 
 Found = Iterator[tuple[str, str]]
 _VMM_LIMITS = {"core": 0, "nofile": 4096}
+REFUSED = {
+    "ns": "the host allows it no namespaces of its own",
+    "root": "the host allows it no root of its own",
+    "landlock": "landlock was refused",
+    "seccomp": "our seccomp filter was refused",
+}
+"""What the shim could not do (`no-NAME=WHY`), in words."""
+EXCUSED = {"ns": ("namespaces", "root", "processes"), "root": ("root",)}
+"""What follows from that for the rest."""
 _BOUNDS = ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
 
 
@@ -106,7 +115,7 @@ def expected(driver: str, root: bool) -> dict[str, Part]:
     if driver == "firecracker":
         # Its jailer drops ids and not the bounding set; the root is a directory of this machine's alone, into which
         # it binds its sockets, and where its tap is opened by name.
-        vmm = _with(
+        vmm = replace(
             vmm,
             empty_sets=HELD_SETS,
             root_read_only=False,
@@ -127,10 +136,6 @@ def expected(driver: str, root: bool) -> dict[str, Part]:
     }
 
 
-def _with(part: Part, **changes: object) -> Part:
-    return Part(**{**{name: getattr(part, name) for name in part.__slots__}, **changes})
-
-
 def compare(report: Isolation, promised: Mapping[str, Part]) -> list[Difference]:
     """What of `promised` does not hold, in words, in the order of the report's processes. Empty: all of it holds."""
     found: list[Difference] = []
@@ -138,7 +143,21 @@ def compare(report: Isolation, promised: Mapping[str, Part]) -> list[Difference]
         part = promised.get(process.role)
         if part is not None:
             found += _compare(process, part, report)
+    refused = {
+        name.removeprefix("no-"): words for name, words in report.said.items() if name.startswith("no-")
+    }
+    for name, words in refused.items():
+        if name in REFUSED:
+            said = f"{REFUSED[name]}: {str(words).replace('_', ' ')}"
+            found.append(Difference("vmm", name, said, host=not report.as_root))
+    if report.said.get("proc") == "shared":
+        found.append(
+            Difference("vmm", "proc", "its /proc shows the server's processes too", host=not report.as_root)
+        )
     if not report.as_root:
+        # What the shim was refused as an ordinary user is why these differ; of root it would be a promise broken.
+        excused = {name for of in refused for name in EXCUSED.get(of, ())}
+        found = [replace(one, host=True) if one.name in excused else one for one in found]
         found.append(
             Difference(
                 "vmm",

@@ -198,7 +198,7 @@ class Isolation:
     as_root: bool
     """Whether the server that started it is root."""
     said: Mapping[str, Any]
-    """What the shim said of the jail it made (`MachineRecord.extra["jail"]`)."""
+    """What the shim said of the jail it made (`MachineRecord.extra["jail"]`): `landlock` the ABI, `no-NAME` why not."""
     run_dir: str
     host: Host
     processes: tuple[Process, ...]

@@ -224,7 +224,9 @@ def node(
     """A block node over the file that descriptor set `fdset` holds; `backing` is the node under it."""
     # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
     common = {} if read_only else {"discard": "unmap", "cache": {"direct": False, "no-flush": True}}
-    file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", **common}
+    # Without QEMU's locks: whoever can read a file that machines share (a template's disk) could take one that lets no
+    # other of them start. Who writes to what is the engine's to know.
+    file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", "locking": "off", **common}
     if format_ == "raw":
         return {**file, "node-name": name, "read-only": read_only}
     own = {"driver": "qcow2", "node-name": name, "read-only": read_only, **common}

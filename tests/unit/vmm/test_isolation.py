@@ -417,6 +417,14 @@ def test_what_the_host_refused_the_shim_is_broken_for_root_and_missing_for_a_use
     assert [entry["name"] for entry in body["differences"]] == ["landlock"]
 
 
+def test_a_cgroup_that_could_not_be_had_is_missing_with_its_reason() -> None:
+    said = {"landlock": "6", "no-cgroup": "our_cgroup_/x_is_not_delegated"}
+    body = isolation.describe(a_report(a_vmm(cgroup=group(shared=True)), said=said))
+    assert body["ok"] is True
+    (entry,) = body["missing"]
+    assert "our cgroup /x is not delegated" in entry["words"]
+
+
 def test_a_proc_of_others_is_told() -> None:
     said = {"landlock": "6", "proc": "shared"}
     assert told(a_report(said=said)) == ["vmm: its /proc shows the server's processes too"]

@@ -243,7 +243,11 @@ def _companions(pid: int, namespaces: Mapping[str, Namespace] | None) -> tuple[i
         return None
     found = []
     for name in _numbered("/proc"):
-        if int(name) != pid and _link(f"/proc/{name}/ns/pid") == own.id:
+        if (
+            int(name) != pid
+            and _link(f"/proc/{name}/ns/pid") == own.id
+            and procfs.start_ticks(int(name)) is not None
+        ):
             found.append(int(name))
     return tuple(sorted(found)[: limits.ISOLATION_THREADS_MAX])
 

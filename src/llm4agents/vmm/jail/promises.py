@@ -166,9 +166,13 @@ def compare(report: Isolation, promised: Mapping[str, Part]) -> list[Difference]
                 host=True,
             )
         )
-    if any(part.cgroup for part in promised.values()) and not report.host.cgroup2:
-        words = "no cgroup bounds its memory, processes and cpu: this host has no cgroup v2 with those controllers"
-        found.append(Difference("vmm", "cgroup", f"{words} (rlimits and the guest's shape hold)", host=True))
+    why = None if report.host.cgroup2 else "this host has no cgroup v2 with those controllers"
+    if (refusal := report.said.get("no-cgroup")) is not None:
+        why = str(refusal).replace("_", " ")
+    if why is not None and any(part.cgroup for part in promised.values()):
+        found = [one for one in found if one.name != "cgroup"]
+        words = f"no cgroup bounds its memory, processes and cpu: {why} (rlimits and the guest's shape hold)"
+        found.append(Difference("vmm", "cgroup", words, host=True))
     if any(part.landlock for part in promised.values()) and not report.host.landlock:
         found.append(Difference("vmm", "landlock", "the host's kernel has no landlock", host=True))
     return found

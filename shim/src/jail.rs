@@ -1,16 +1,22 @@
 //! The child between `fork` and `execve`: from "a copy of us" to "a VMM that holds nothing but what it needs".
 //!
-//! Order matters: descriptors first (they need no rights), then limits, then the bounding set (needs
-//! CAP_SETPCAP), groups and ids (need CAP_SETGID/SETUID), then capabilities, then the flags that a change
-//! of credentials would clear.
+//! Order matters: what names files of ours (cgroup, mounts, the root), descriptors (they need no rights), then limits,
+//! then the bounding set (needs CAP_SETPCAP), groups and ids (need CAP_SETGID/SETUID), then capabilities, then the
+//! flags that a change of credentials would clear, landlock, and the filter of system calls that forbids most of this.
+//!
+//! What this host cannot give is left out and said (`ns=…` or `no-ns=WHY`, `root=`, `proc=`, `landlock=`, `seccomp=`,
+//! `cgroup=`); what was asked for and is this driver's mistake is a failure.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString, OsStr};
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 
 use crate::config::{Config, Limit};
+use crate::namespaces::{self, Kind};
 use crate::sys::{self, check};
-use crate::{mounts, namespaces};
+use crate::{landlock, mounts, seccomp};
 
 /// The ends of pipes the child gets.
 pub struct Pipes<'a> {
@@ -18,12 +24,21 @@ pub struct Pipes<'a> {
     pub stderr: &'a OwnedFd,
     /// Close-on-exec: says what failed, or closes when nothing did.
     pub failure: &'a OwnedFd,
+    /// Our ids, as they are outside of every new namespace.
+    pub ids: (libc::uid_t, libc::gid_t),
 }
 
+/// Begins what a child says that the namespaces it was made in are of no use: it is to be made without.
+pub const WITHOUT: char = '-';
+/// Begins, and a line end ends, what a child says of its jail when it is about to become the VMM.
+pub const SAID: char = '+';
+
 /// Become the VMM. Returns only by reporting what failed and exiting 127.
-pub fn enter(config: &Config, pipes: &Pipes) -> ! {
+///
+/// `around`: which namespaces it was made in. `why_not`: why they are not the wanted ones.
+pub fn enter(config: &Config, pipes: &Pipes, around: Kind, why_not: Option<&str>) -> ! {
     let mut failure = pipes.failure.as_raw_fd();
-    let words = match try_enter(config, pipes, &mut failure) {
+    let words = match try_enter(config, pipes, around, why_not, &mut failure) {
         Err((step, error)) => format!("{step}: {error}"),
         Ok(never) => match never {},
     };
@@ -39,29 +54,45 @@ fn step<T>(name: &str, result: Result<T>) -> Step<T> {
     result.map_err(|error| (name.to_owned(), error))
 }
 
-fn try_enter(config: &Config, pipes: &Pipes, failure: &mut RawFd) -> Step<Never> {
+fn try_enter(
+    config: &Config,
+    pipes: &Pipes,
+    around: Kind,
+    why_not: Option<&str>,
+    failure: &mut RawFd,
+) -> Step<Never> {
+    let root = unsafe { libc::geteuid() } == 0;
     step("setsid", check(unsafe { libc::setsid() }))?;
     reset_signals();
+    if around == Kind::OfUser {
+        // The ids that were ours are nobody's here until they are mapped; the configuration's are those outside.
+        step(&format!("{WITHOUT}mapping ids"), namespaces::map_ourselves(pipes.ids.0, pipes.ids.1))?;
+    }
+    let mut said = Vec::new();
     if let Some(cgroup) = config.cgroup {
         step("joining the cgroup", namespaces::join_cgroup(cgroup))?;
+        said.push("cgroup=1".to_owned());
     }
+    // Before the root is another. Raising it is open to everyone; where /proc is not mounted it is only a wish.
+    let _ = std::fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string());
+    let null = step("opening /dev/null", sys::text("/dev/null").and_then(|name| sys::open(&name, libc::O_RDWR)))?;
     if config.launcher {
         step("making a mount namespace", mounts::leave())?;
         for bind in &config.binds {
             step(&format!("binding {}", bind.path.to_string_lossy()), mounts::bind(bind, None))?;
         }
     }
-    step("arranging descriptors", arrange(config, pipes, failure))?;
+    let jailed = config.jail.is_some();
+    let own_root = change_view(config, around, why_not, &mut said)?;
+    step("arranging descriptors", arrange(config, pipes, null, failure))?;
     unsafe { libc::umask(0o077) };
     step("leaving the server's directory", std::env::set_current_dir("/"))?;
-    // Raising it is open to everyone; where /proc is not mounted it is only a wish.
-    let _ = std::fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string());
     for &(limit, value) in &config.rlimits {
         step(&format!("setting limit {limit:?} to {value}"), set_limit(limit, value))?;
     }
     // A jailer needs all of root's rights, and gives them up itself.
     if !config.launcher {
-        give_up(config)?;
+        give_up(config, root)?;
     }
     step("parent-death signal", sys::die_with_parent())?;
     if step("looking for the shim", sys::readers_gone(*failure))? {
@@ -70,13 +101,73 @@ fn try_enter(config: &Config, pipes: &Pipes, failure: &mut RawFd) -> Step<Never>
     // QEMU asks for huge pages for its translation cache: clones would each pay megabytes they do not use.
     step("huge pages off", check(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) }))?;
     let (argv, env) = (pointers(&config.argv), pointers(&config.env));
+    if jailed {
+        restrict(config, own_root, &mut said);
+        step("answering", sys::write_all(*failure, format!("{SAID}{}\n", said.join(",")).as_bytes()))?;
+    }
     unsafe { libc::execve(argv[0], argv.as_ptr(), env.as_ptr()) };
     Err((format!("executing {}", config.argv[0].to_string_lossy()), Error::last_os_error()))
 }
 
+/// Namespaces and root; whether the root is the VMM's own now.
+fn change_view(config: &Config, around: Kind, why_not: Option<&str>, said: &mut Vec<String>) -> Step<bool> {
+    let Some(root) = config.jail else { return Ok(false) };
+    if around == Kind::Ours {
+        said.push(format!("no-ns={}", why_not.unwrap_or("not_asked_for")));
+        return Ok(false);
+    }
+    let user = if around == Kind::OfUser { "user+" } else { "" };
+    let cgroup = match namespaces::hide_cgroups() {
+        Ok(()) => "+cgroup",
+        Err(_) => "", // Linux before 4.6
+    };
+    said.push(format!("ns={user}mnt+pid+net+ipc+uts{cgroup}"));
+    match mounts::enter(root, &config.binds, said) {
+        Ok(()) => Ok(true),
+        Err(mounts::Failure::Bind(path, error)) => {
+            Err((format!("binding {}", path.to_string_lossy()), error))
+        }
+        Err(mounts::Failure::Host(error)) => {
+            said.push(format!("no-root={}", word(&error)));
+            Ok(false)
+        }
+    }
+}
+
+/// What no capability is needed for: landlock, and last the filter of system calls.
+fn restrict(config: &Config, own_root: bool, said: &mut Vec<String>) {
+    let usable = config.binds.iter().filter(|bind| !bind.read_only).map(|bind| path_of(&bind.path));
+    let usable: Vec<PathBuf> = usable.collect();
+    let readable: Vec<PathBuf> = if own_root {
+        vec!["/".into()]
+    } else {
+        // Of a program that was installed elsewhere, what was installed with it.
+        let with_it = path_of(&config.argv[0]).parent().and_then(Path::parent).map(Path::to_owned);
+        let with_it = with_it.filter(|path| path.parent().is_some());
+        landlock::SYSTEM.iter().map(PathBuf::from).chain(with_it).collect()
+    };
+    match landlock::restrict(&readable, &usable) {
+        Ok(version) => said.push(format!("landlock={version}")),
+        Err(error) => said.push(format!("no-landlock={}", word(&error))),
+    }
+    match seccomp::install() {
+        Ok(()) => said.push("seccomp=1".into()),
+        Err(error) => said.push(format!("no-seccomp={}", word(&error))),
+    }
+}
+
+/// An error in one word: the answer's parts are between blanks and commas.
+pub fn word(error: &Error) -> String {
+    let words = error.to_string();
+    words.split(" (os").next().unwrap_or_default().replace([' ', ','], "_")
+}
+
+fn path_of(text: &CStr) -> PathBuf {
+    PathBuf::from(OsStr::from_bytes(text.to_bytes()))
+}
+
 /// Ids, capabilities, and the way back to either.
-fn give_up(config: &Config) -> Step<()> {
-    let root = unsafe { libc::geteuid() } == 0;
+fn give_up(config: &Config, root: bool) -> Step<()> {
     match sys::drop_bounding() {
         Err(error) if root => return Err(("emptying the capability bounding set".into(), error)),
         _ => {} // an ordinary user may not, and with no_new_privs needs not
@@ -108,10 +199,9 @@ fn reset_signals() {
 }
 
 /// 0 = /dev/null, 1 = console, 2 = stderr, 3… = the VMM's, one more (close-on-exec) for `failure`, nothing else.
-fn arrange(config: &Config, pipes: &Pipes, failure: &mut RawFd) -> Result<()> {
+fn arrange(config: &Config, pipes: &Pipes, null: OwnedFd, failure: &mut RawFd) -> Result<()> {
     // Its number may be that of a place filled below: nobody closes it there.
-    let null = sys::open(&CString::new("/dev/null")?, libc::O_RDWR)?.into_raw_fd();
-    let mut wanted = vec![null, pipes.console.as_raw_fd(), pipes.stderr.as_raw_fd()];
+    let mut wanted = vec![null.into_raw_fd(), pipes.console.as_raw_fd(), pipes.stderr.as_raw_fd()];
     wanted.extend(&config.fds);
     wanted.push(*failure);
     // First out of the way of every number that is to be filled, then into place.

@@ -2,10 +2,11 @@
 //!
 //! A server that starts VMs can crash; the VMs, their deadlines and the record of how they ended must not
 //! depend on it. So each VMM's parent is this: it reads what to start from descriptor 0 (`config`), puts the
-//! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START` (start
-//! times in clock ticks) or `error: words`, and then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the
-//! deadline in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`. Meanwhile it holds what
-//! must live exactly as long as the VMM, and hands it out again (`serve`).
+//! VMM into its jail (`jail`), says on the status descriptor `ok VMM_PID VMM_START SHIM_PID SHIM_START [JAIL]`
+//! (start times in clock ticks; what it could do of the jail that was asked for, between commas) or `error: words`,
+//! and then waits (`keeper`) in a session of its own, without terminal, for the first of: the VMM's end, the deadline
+//! in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`. Meanwhile it holds what must
+//! live exactly as long as the VMM, and hands it out again (`serve`).
 //! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz,
 //! `--save-pages` and `--load-pages` copy a guest's memory (`pages`).
 //!
@@ -14,19 +15,23 @@
 mod config;
 mod jail;
 mod keeper;
+mod landlock;
 mod mounts;
 mod namespaces;
 mod pages;
 mod record;
+mod seccomp;
 mod serve;
 mod sys;
 mod tsc;
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::process::ExitCode;
 
 use config::Config;
+use namespaces::Kind;
 
 const CAP_KILL: u64 = 1 << 5;
 const WATCHED: u32 = libc::IN_CLOSE_WRITE
@@ -128,7 +133,6 @@ fn run(config: &Config) -> Result<(), String> {
         .map_err(said("signalfd"))?;
     let (console, console_end) = sys::pipe().map_err(said("pipe"))?;
     let (stderr, stderr_end) = sys::pipe().map_err(said("pipe"))?;
-    let (failure, failure_end) = sys::pipe().map_err(said("pipe"))?;
     let shim = unsafe { libc::getpid() };
     let cgroup = config.cgroup.map(|fd| std::fs::read_link(format!("/proc/self/fd/{fd}"))).transpose();
     let cgroup = cgroup.map_err(said("the cgroup's name"))?;
@@ -136,18 +140,24 @@ fn run(config: &Config) -> Result<(), String> {
         true => Some(namespaces::keep_pids(&config.run_dir).map_err(said("making a pid namespace"))?),
         false => None,
     };
-    let vmm = sys::check(unsafe { libc::fork() }).map_err(said("fork"))?;
-    if vmm == 0 {
-        let pipes = jail::Pipes { console: &console_end, stderr: &stderr_end, failure: &failure_end };
-        jail::enter(config, &pipes);
-    }
-    drop((console_end, stderr_end, failure_end));
-    let answer = settle(config, &failure, vmm, shim)?;
-    drop(failure);
-    let words = format!("{answer}\n");
-    sys::write_all(config.status, words.as_bytes()).map_err(said("answering"))?;
+    let begun = begin(config, console_end, stderr_end);
+    let settled = begun.and_then(|(vmm, jail)| Ok((vmm, settle(config, vmm, shim, &jail)?)));
+    let (vmm, answer) = match settled {
+        Ok(settled) => settled,
+        Err(words) => {
+            clean_up(first, cgroup.as_deref());
+            return Err(words);
+        }
+    };
+    sys::write_all(config.status, answer.as_bytes()).map_err(said("answering"))?;
     unsafe { libc::close(config.status) };
     let kept = keeper::Keeper { config, dir: &dir, vmm, signals, watch, console, stderr }.run();
+    clean_up(first, cgroup.as_deref());
+    kept.map_err(|error| format!("keeping the VMM: {error}"))
+}
+
+/// What is left when the VMM has ended: the first process of a jailer's pid namespace, and the cgroup.
+fn clean_up(first: Option<libc::pid_t>, cgroup: Option<&Path>) {
     if let Some(first) = first {
         // Whatever a jailer has left in its pid namespace ends before the cgroup that it is in.
         unsafe {
@@ -156,16 +166,63 @@ fn run(config: &Config) -> Result<(), String> {
         }
     }
     if let Some(path) = cgroup {
-        namespaces::remove_cgroup(&path);
+        namespaces::remove_cgroup(path);
     }
-    kept.map_err(|error| format!("keeping the VMM: {error}"))
 }
 
-/// Wait until the child has become the VMM, let go of what is not ours to hold, and say who is who.
-fn settle(config: &Config, failure: &OwnedFd, vmm: libc::pid_t, shim: libc::pid_t) -> Result<String, String> {
+/// Make the child and wait until it has become the VMM: its pid, and what it said of its jail.
+///
+/// Without namespaces of its own where this host does not allow any: what else the jail is, it is made of all the same.
+fn begin(config: &Config, console: OwnedFd, stderr: OwnedFd) -> Result<(libc::pid_t, String), String> {
+    let ids = unsafe { (libc::getuid(), libc::getgid()) };
+    let mut around = match (config.jail, config.userns) {
+        (None, _) => Kind::Ours,
+        (Some(_), false) => Kind::Own,
+        (Some(_), true) => Kind::OfUser,
+    };
+    let mut why_not: Option<String> = None;
+    loop {
+        let (failure, failure_end) = sys::pipe().map_err(|error| format!("pipe: {error}"))?;
+        let vmm = match namespaces::child(around) {
+            Ok(vmm) => vmm,
+            Err(error) if around != Kind::Ours => {
+                why_not = Some(jail::word(&error));
+                around = Kind::Ours;
+                continue;
+            }
+            Err(error) => return Err(format!("fork: {error}")),
+        };
+        if vmm == 0 {
+            let pipes = jail::Pipes { console: &console, stderr: &stderr, failure: &failure_end, ids };
+            jail::enter(config, &pipes, around, why_not.as_deref());
+        }
+        drop(failure_end);
+        unsafe { libc::fcntl(failure.as_raw_fd(), libc::F_SETFL, 0) };
+        let words = sys::read_to_end(failure.as_raw_fd(), 8192).unwrap_or_default();
+        let words = String::from_utf8_lossy(&words).into_owned();
+        let (said, failed) = match words.strip_prefix(jail::SAID) {
+            Some(rest) => rest.split_once('\n').unwrap_or((rest, "")),
+            None => ("", &words[..]),
+        };
+        if failed.is_empty() {
+            return Ok((vmm, said.to_owned()));
+        }
+        unsafe { libc::waitpid(vmm, std::ptr::null_mut(), 0) };
+        match failed.strip_prefix(jail::WITHOUT) {
+            Some(words) if around != Kind::Ours => {
+                why_not = Some(words.replace([' ', ',', '\n'], "_"));
+                around = Kind::Ours;
+            }
+            _ => return Err(failed.to_owned()),
+        }
+    }
+}
+
+/// Let go of what is not ours to hold, and say who is who.
+fn settle(config: &Config, vmm: libc::pid_t, shim: libc::pid_t, jail: &str) -> Result<String, String> {
     // A listening socket held here too would let a connection to a dead VM hang instead of fail.
-    let jail = config.binds.iter().map(|bind| &bind.fd).chain(&config.jail).chain(&config.cgroup);
-    for &fd in config.fds.iter().chain(jail) {
+    let of_jail = config.binds.iter().map(|bind| &bind.fd).chain(&config.jail).chain(&config.cgroup);
+    for &fd in config.fds.iter().chain(of_jail) {
         unsafe { libc::close(fd) };
     }
     let null = CString::new("/dev/null").map_err(|error| error.to_string())?;
@@ -177,12 +234,6 @@ fn settle(config: &Config, failure: &OwnedFd, vmm: libc::pid_t, shim: libc::pid_
     // The VMM of a root's shim has another uid: to be able to end it is the one right that is kept.
     sys::capset(if root { CAP_KILL } else { 0 }).map_err(|error| format!("dropping capabilities: {error}"))?;
     sys::no_new_privs().map_err(|error| format!("no_new_privs: {error}"))?;
-    unsafe { libc::fcntl(failure.as_raw_fd(), libc::F_SETFL, 0) };
-    let words = sys::read_to_end(failure.as_raw_fd(), 4096).unwrap_or_default();
-    if !words.is_empty() {
-        unsafe { libc::waitpid(vmm, std::ptr::null_mut(), 0) };
-        return Err(String::from_utf8_lossy(&words).into_owned());
-    }
     let born = |pid| sys::start_ticks(pid).map_err(|error| format!("the VMM ended at once: {error}"));
-    Ok(format!("ok {vmm} {} {shim} {}", born(vmm)?, born(shim)?))
+    Ok(format!("ok {vmm} {} {shim} {} {jail}\n", born(vmm)?, born(shim)?))
 }

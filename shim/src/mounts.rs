@@ -12,10 +12,10 @@ use std::os::unix::ffi::OsStringExt;
 use crate::config::Bind;
 use crate::sys::{self, check, text};
 
-pub const NOTHING: libc::c_ulong = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+const NOTHING: libc::c_ulong = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
 
 /// `mount` with what is absent as NULL.
-pub fn mount(
+fn mount(
     source: Option<&CStr>,
     target: &CStr,
     kind: Option<&CStr>,
@@ -37,7 +37,7 @@ pub fn leave() -> Result<()> {
 }
 
 /// No mount of this namespace spreads to another, or comes from one.
-pub fn private() -> Result<()> {
+fn private() -> Result<()> {
     mount(None, &text("/")?, None, libc::MS_REC | libc::MS_PRIVATE, None)
 }
 
@@ -52,15 +52,82 @@ pub fn bind(bind: &Bind, under: Option<RawFd>) -> Result<()> {
     change(&at(under, &bind.path)?, flags)
 }
 
+/// Make the directory `root` the root of this mount namespace, read-only, with a `/proc` of this pid namespace and
+/// these binds on it. `Err(Failure::Host)`: this host does not allow it, and the old root is where it was.
+///
+/// `said` is told how. The working directory is the root afterwards.
+pub fn enter(root: RawFd, binds: &[Bind], said: &mut Vec<String>) -> std::result::Result<(), Failure> {
+    let host = |error: Error| Failure::Host(error);
+    private().map_err(host)?;
+    let source = again(root).map_err(host)?;
+    let source = by_fd(&source).map_err(host)?;
+    mount(Some(&source), &source, None, libc::MS_BIND, None).map_err(host)?;
+    // By its name once more: what lies on top now.
+    let root = on_top(root).map_err(host)?;
+    change(&root, libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV).map_err(host)?;
+    check(unsafe { libc::fchdir(root.as_raw_fd()) }).map_err(host)?;
+    let proc = mount_proc().map_err(host)?;
+    for bind in binds {
+        self::bind(bind, Some(root.as_raw_fd())).map_err(|error| Failure::Bind(bind.path.clone(), error))?;
+    }
+    said.push(proc.into());
+    said.push(change_root().map_err(host)?.into());
+    Ok(())
+}
+
+pub enum Failure {
+    Host(Error),
+    Bind(CString, Error),
+}
+
+/// `proc` in the working directory: of the processes of this namespace alone, as far as the kernel can.
+fn mount_proc() -> Result<&'static str> {
+    let proc = text("proc")?;
+    let flags = libc::MS_RDONLY | NOTHING;
+    // Linux 5.8 has both; what is older knows a proc for each pid namespace and hides others' processes in it.
+    for (options, word) in [("subset=pid,hidepid=ptraceable", "proc=subset"), ("hidepid=2", "proc=hidepid")] {
+        if mount(Some(&proc), &proc, Some(&proc), flags, Some(&text(options)?)).is_ok() {
+            return Ok(word);
+        }
+    }
+    // In a user namespace below a container that has parts of its own /proc covered, no new one may be mounted.
+    mount(Some(&text("/proc")?), &proc, None, libc::MS_BIND | libc::MS_REC, None)?;
+    change(&sys::open(&proc, libc::O_PATH)?, flags)?;
+    Ok("proc=shared")
+}
+
+/// The working directory, a mount, becomes the root; the old one is out of reach.
+fn change_root() -> Result<&'static str> {
+    let here = text(".")?;
+    // SAFETY: strings that live through the calls.
+    unsafe {
+        if libc::syscall(libc::SYS_pivot_root, here.as_ptr(), here.as_ptr()) == 0 {
+            // It lies over the new one, and is what "." means until it is gone.
+            check(libc::umount2(here.as_ptr(), libc::MNT_DETACH))?;
+            check(libc::chdir(text("/")?.as_ptr()))?;
+            return Ok("root=pivot");
+        }
+        // The root of an initramfs cannot be left that way. Who has no capabilities does not get out of this either.
+        check(libc::chroot(here.as_ptr()))?;
+        check(libc::chdir(text("/")?.as_ptr()))?;
+    }
+    Ok("root=chroot")
+}
+
 /// Give the mount whose root `mounted` is these flags.
-pub fn change(mounted: &OwnedFd, flags: libc::c_ulong) -> Result<()> {
+fn change(mounted: &OwnedFd, flags: libc::c_ulong) -> Result<()> {
     mount(None, &by_fd(mounted)?, None, libc::MS_REMOUNT | libc::MS_BIND | flags, None)
 }
 
-/// The file of a descriptor from another mount namespace, in this one.
-pub fn again(fd: RawFd) -> Result<OwnedFd> {
+/// What lies now where `fd` was opened.
+fn on_top(fd: RawFd) -> Result<OwnedFd> {
     let name = std::fs::read_link(format!("/proc/self/fd/{fd}"))?.into_os_string().into_vec();
-    let found = sys::open(&CString::new(name)?, libc::O_PATH | libc::O_NOFOLLOW)?;
+    sys::open(&CString::new(name)?, libc::O_PATH | libc::O_NOFOLLOW)
+}
+
+/// The file of a descriptor from another mount namespace, in this one.
+fn again(fd: RawFd) -> Result<OwnedFd> {
+    let found = on_top(fd)?;
     if identity(fd)? != identity(found.as_raw_fd())? {
         return Err(Error::from_raw_os_error(libc::ESTALE));
     }
@@ -68,7 +135,7 @@ pub fn again(fd: RawFd) -> Result<OwnedFd> {
 }
 
 /// A path to what is open, for calls that take paths.
-pub fn by_fd(fd: &OwnedFd) -> Result<CString> {
+fn by_fd(fd: &OwnedFd) -> Result<CString> {
     Ok(CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?)
 }
 

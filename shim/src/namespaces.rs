@@ -13,6 +13,38 @@ pub const PAUSE: &str = "--pause";
 /// Directories below a cgroup of ours: what a VMM's own jailer makes there.
 const CGROUP_DEPTH_MAX: u32 = 4;
 
+/// The namespaces a jailed VMM is made in; `cgroup` follows when it is in its own cgroup.
+const MADE: libc::c_int =
+    libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+
+/// Which namespaces a child is made in.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Kind {
+    Ours,
+    Own,
+    /// Own ones, of a user namespace that maps nothing but ourselves.
+    OfUser,
+}
+
+/// `fork`, into namespaces; the child is the first process of its pid namespace.
+pub fn child(kind: Kind) -> Result<libc::pid_t> {
+    let flags = match kind {
+        Kind::Ours => return check(unsafe { libc::fork() }),
+        Kind::Own => MADE,
+        Kind::OfUser => MADE | libc::CLONE_NEWUSER,
+    };
+    // SAFETY: without a stack of its own and without CLONE_VM it is a fork; there are no threads.
+    let pid = unsafe { libc::syscall(libc::SYS_clone, (flags | libc::SIGCHLD) as libc::c_long, 0, 0, 0, 0) };
+    check(pid as libc::c_int)
+}
+
+/// In a new user namespace: the ids we had outside are ours inside, and there are no others.
+pub fn map_ourselves(uid: libc::uid_t, gid: libc::gid_t) -> Result<()> {
+    std::fs::write("/proc/self/setgroups", "deny")?;
+    std::fs::write("/proc/self/uid_map", format!("{uid} {uid} 1"))?;
+    std::fs::write("/proc/self/gid_map", format!("{gid} {gid} 1"))
+}
+
 /// A pid namespace for the children to come, and its first process: when it ends, the kernel ends every other in it.
 ///
 /// It ends with us, as the VMM's own jailer could not: a change of credentials clears the parent-death signal.
@@ -77,6 +109,12 @@ pub fn pause() -> ! {
 pub fn join_cgroup(directory: RawFd) -> Result<()> {
     let file = sys::open_at(directory, &text("cgroup.procs")?, libc::O_WRONLY)?;
     sys::write_all(file.as_raw_fd(), b"0")
+}
+
+/// What it is in becomes the root of what it sees of cgroups.
+pub fn hide_cgroups() -> Result<()> {
+    check(unsafe { libc::unshare(libc::CLONE_NEWCGROUP) })?;
+    Ok(())
 }
 
 /// Remove a cgroup whose processes have ended, with what is below it. What cannot be removed, a later server finds.

@@ -35,6 +35,8 @@ class PoolWish:
 
 _POOL = re.compile(r"([A-Za-z0-9._-]{1,128})(?:/(\d{1,3})x(\d{1,6}))?=(\d{1,4})")
 
+_IO_MAX = re.compile(r"\d+:\d+( [rw](bps|iops)=(\d+|max))+")
+
 
 def pool_of(text: str) -> tuple[PoolWish, ...]:
     """`NAME[/VCPUSxMIB]=N,…` as wishes. Raises ValueError naming the part that cannot be read."""
@@ -76,6 +78,10 @@ class Settings:
     """The VMM of sandboxes that name none (one of VMMS); unset means by proof."""
     nested: Literal["allow", "refuse"] = "allow"
     """`refuse`: no sandbox here gets a `/dev/kvm`, whatever its create says."""
+    cgroup: str | None = None
+    """The cgroup (v2) below which each VMM gets its own; None: the one delegated to us, if any."""
+    io_max: tuple[str, ...] = ()
+    """Of each VMM, lines of cgroup v2's `io.max` (`8:0 rbps=1048576 wiops=100`), between semicolons."""
     accel: str | None = None
     """Force `kvm` or `tcg`; unset means by proof."""
     qemu: str = "qemu-system-x86_64"
@@ -158,6 +164,16 @@ def load(env: Mapping[str, str]) -> Settings:
         except ValueError as error:
             raise InvalidRequestError(f"{_PREFIX}POOL: {error}") from None
 
+    def io_max() -> tuple[str, ...]:
+        lines = tuple(filter(None, (line.strip() for line in (text("IO_MAX") or "").split(";"))))
+        for line in lines:
+            if _IO_MAX.fullmatch(line) is None:
+                raise InvalidRequestError(
+                    f"{_PREFIX}IO_MAX: {line!r} is no line of io.max",
+                    hint="for example 8:0 rbps=104857600 wiops=1000 (the disk's numbers: lsblk)",
+                )
+        return lines
+
     def patterns(name: str) -> tuple[str, ...]:
         found = tuple(filter(None, (part.strip() for part in re.split(r"[:\n]", text(name) or ""))))
         for pattern in found:
@@ -203,6 +219,8 @@ def load(env: Mapping[str, str]) -> Settings:
         autostart=boolean("AUTOSTART", True),
         require_kvm=boolean("REQUIRE_KVM", False),
         vmm=one_of("VMM", VMMS),
+        cgroup=text("CGROUP"),
+        io_max=io_max(),
         nested="refuse" if one_of("NESTED", ("allow", "refuse")) == "refuse" else "allow",
         accel=one_of("ACCEL", ("kvm", "tcg")),
         qemu=text("QEMU") or "qemu-system-x86_64",

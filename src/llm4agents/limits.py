@@ -70,6 +70,12 @@ KEEP_S_MAX: Final = 365 * 86_400
 VOLUME_SLOTS: Final = 4
 VOLUME_SLOT_BYTES: Final = 1_048_576
 TB_SIZE_MIB: Final = 128
+CLOSURE_BYTES_MAX: Final = 536_870_912
+"""Program, libraries and firmware of one VMM: the root it is jailed in."""
+VMM_MEMORY_MIB: Final = 512
+"""What a VMM's cgroup may take beyond its guest's memory: heap, translation cache, page cache of its disks."""
+VMM_PROCESSES_MAX: Final = 128
+"""Threads of one VMM."""
 MEMORY_COMMIT: Final = 0.15
 """The part of its memory a sandbox is charged at admission: an idle one has touched 3%, one with pandas at work 10%."""
 WAIT_S_MAX: Final = 3_600

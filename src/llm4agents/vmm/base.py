@@ -36,6 +36,8 @@ class Capabilities:
     """What the guest sees as its processor, as far as it depends on this host; part of the identity."""
     tsc_khz: int = 0
     """Time-stamp counter of this host, measured; a snapshot's clock runs at the rate it was booted with."""
+    jail: Mapping[str, str] = field(default_factory=dict)
+    """What this host gives to the jail around the VMM, as a trial found it (`vmm.jail.cell.missing` has the words)."""
     disk_format: Literal["qcow2", "raw"] = "qcow2"
     """What a clone's writable disks are: layers over the template's (`qcow2`), or whole sparse files that are copied
     from it (`raw`; then `Disk.backing` is empty, `switch_disk` is refused, and a layer is a copy too)."""

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
+from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
 from llm4agents.vmm import memory, pages, process, procfs, snapshot, uids
@@ -28,14 +29,15 @@ from llm4agents.vmm.base import (
     Snapshot,
 )
 from llm4agents.vmm.checkpoint import Parts
-from llm4agents.vmm.qemu import command, probe, table
+from llm4agents.vmm.jail.cell import Cells
+from llm4agents.vmm.jail.cgroups import Bounds
+from llm4agents.vmm.qemu import command, parts, probe, table
 from llm4agents.vmm.qemu.machine import AGENT_SOCKET, QMP_SOCKET, QemuMachine
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _VMM_BYTES = 4 << 30
 """Address space of QEMU itself: code, translation cache, thread stacks and arenas."""
-_THREADS_MAX = 128
 _REBUILD = "build the template again"
 
 
@@ -50,6 +52,7 @@ class QemuDriver:
         self._probe_kernel = probe_kernel
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
+        self._cells = Cells(settings)
         self._digests: dict[Path, tuple[int, str]] = {}
         self._memories: dict[Path, tuple[int, asyncio.Task[int]]] = {}
 
@@ -76,6 +79,10 @@ class QemuDriver:
                 raise HostSetupError(
                     f"LLM4AGENTS_ACCEL=kvm, but {why}", hint="unset it to use software emulation"
                 )
+        kvm = [str(probe.KVM_DEVICE)] if accelerator == "kvm" else []
+        jail = await self._cells.prepare(
+            qemu, modules=parts.modules(qemu), files=await parts.firmware(qemu), places=kvm
+        )
         return Capabilities(
             vmm=self.name,
             version=version,
@@ -88,6 +95,7 @@ class QemuDriver:
             nested=accelerator == "tcg" or probe.kvm_nests(),
             cpu="max" if accelerator == "tcg" else f"host {probe.cpu_identity()}",
             tsc_khz=await probe.tsc_khz(cache),
+            jail=jail,
         )
 
     def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
@@ -286,7 +294,13 @@ class QemuDriver:
             rlimits = {"core": 0, "nofile": 1024, "as": spec.memory_mib * _MIB + _VMM_BYTES}
             rlimits["fsize"] = max(size_max + size_max // 8 + 64 * _MIB, spec.memory_mib * _MIB)
             if lease is not None:
-                rlimits["nproc"] = _THREADS_MAX  # counted per uid: only where the uid is the VM's own
+                rlimits["nproc"] = (
+                    limits.VMM_PROCESSES_MAX
+                )  # counted per uid: only where the uid is the VM's own
+            memory_bytes = (spec.memory_mib + limits.VMM_MEMORY_MIB) * _MIB
+            bounds = Bounds(memory_bytes, limits.VMM_PROCESSES_MAX, spec.vcpus, self._settings.io_max)
+            devices = [str(probe.KVM_DEVICE)] if can.accelerator == "kvm" else []
+            cell = self._cells.cell(stack, placement.id, bounds, devices)
             launch = shim_.Launch(
                 argv=built.argv,
                 env={"LANG": "C", "MALLOC_ARENA_MAX": "2"},
@@ -299,6 +313,7 @@ class QemuDriver:
                 serve=placement.serve,
                 serve_socket=asked.fileno() if asked is not None else None,
                 unlink=[AGENT_SOCKET, QMP_SOCKET, shim_.DEADLINE, shim_.LINK_SOCKET],
+                jail=cell.jail,
             )
             qmp = stack.enter_context(process.connect(run_dir, QMP_SOCKET))
             channel = stack.enter_context(process.connect(run_dir, AGENT_SOCKET))
@@ -314,6 +329,7 @@ class QemuDriver:
                 uid=lease.uid if lease is not None else os.geteuid(),
                 extra={
                     "host_boot_id": procfs.host_boot_id(),
+                    "jail": {**started.jail, **cell.notes},
                     **({"base": base} if base is not None else {"identity": self.identity(spec, can)}),
                 },
             )

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -226,6 +227,22 @@ def lines(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def unb64(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+@contextlib.contextmanager
+def stranger(pid: int) -> Iterator[int]:
+    """A process in the pid namespace of `pid` that is not its child; for root."""
+    script = "echo up; exec sleep 99"
+    argv = ["nsenter", "--target", str(pid), "--pid", "sh", "-c", script]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as outer:
+        try:
+            assert outer.stdout is not None
+            outer.stdout.readline()
+            inner = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
+            yield inner
+        finally:
+            for child in Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)  # whose parent then ends, having reaped it
 
 
 @contextlib.contextmanager

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import hashlib
+import json
 import os
+import shutil
 import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+
+from llm4agents.errors import ConflictError
+from llm4agents.vmm.base import Disk
+from llm4agents.vmm.jail import isolation, promises
+from tests.support import stranger
 
 from .lab import Frozen, Lab, in_lab, run
 
 pytestmark = pytest.mark.vm
+ROOT = os.geteuid() == 0
 _LOCK = "=hhxxxxqqixxxx"
 
 
@@ -30,3 +44,111 @@ def test_a_lock_on_what_machines_share_holds_up_no_other(frozen: Frozen) -> None
     finally:
         for fd in held:
             os.close(fd)
+
+
+def digest(path: str) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def told(report: isolation.Isolation) -> list[str]:
+    """What does not hold, but for what this host cannot give."""
+    found = isolation.compare(report, isolation.expected(report.driver, report.as_root))
+    return [str(difference) for difference in found if not difference.host]
+
+
+def test_a_vmm_and_its_keeper_are_confined_as_promised(frozen: Frozen) -> None:
+    async def test(lab: Lab) -> None:
+        machine, agent = await lab.clone()
+        report = isolation.report(machine.record)
+        assert told(report) == []
+        assert report.driver == frozen.driver
+        vmm, shim = report.processes
+        assert (vmm.role, vmm.pid, shim.role, shim.pid) == (
+            "vmm",
+            machine.record.vmm_pid,
+            "shim",
+            machine.record.shim_pid,
+        )
+        assert vmm.executable_sha256 == digest(f"/proc/{vmm.pid}/exe")
+        assert vmm.uids == (machine.record.uid,) * 4
+        # What it needs it has: the report looked at the right process, and at all of it.
+        assert vmm.threads is not None
+        assert len(vmm.threads) == len(list(Path(f"/proc/{vmm.pid}/task").iterdir()))
+        assert {"unix", "pipe"} <= {entry.kind for entry in vmm.descriptors or ()}
+        assert vmm.root is not None
+        assert vmm.root.entries
+        # Nothing of that has changed it: it goes on, and its report is the same.
+        assert await run(agent, "cat /dev/shm/state") == (0, "template")
+        assert isolation.report(machine.record).processes[0].root == vmm.root
+        # The next one shares no namespace, uid or root with it.
+        other = isolation.report((await lab.clone())[0].record).processes[0]
+        for name in promises.ISOLATED:
+            assert (vmm.namespaces or {})[name].id != (other.namespaces or {})[name].id
+        if ROOT:
+            assert vmm.uids != other.uids
+
+    in_lab(frozen, test)
+
+
+def test_a_paused_and_a_booted_machine_are_confined_too(frozen: Frozen) -> None:
+    """Before it has run (a clone that waits), and with memory of its own that is no template's yet."""
+
+    async def test(lab: Lab) -> None:
+        assert told(isolation.report((await lab.restore()).record)) == []
+        upper = lab.home / "upper.raw"
+        shutil.copyfile(frozen.home / "upper.raw", upper)
+        root = next(disk for disk in frozen.spec.disks if disk.slot == "root")
+        spec = dataclasses.replace(frozen.spec, disks=(root, Disk("upper", upper, "raw", False)))
+        machine = await lab.driver.boot(spec, lab.placement())
+        lab.machines.append(machine)
+        assert told(isolation.report(machine.record)) == []
+
+    in_lab(frozen, test)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can put a process into a VMM's namespaces")
+def test_a_process_that_has_no_business_there_is_found(frozen: Frozen) -> None:
+    async def test(lab: Lab) -> None:
+        machine, _ = await lab.clone()
+        with stranger(machine.record.vmm_pid) as pid:
+            (words,) = told(isolation.report(machine.record))
+            assert words.startswith("vmm: ")
+            assert words.endswith(f"live in its pid namespace: {pid}")
+        assert told(isolation.report(machine.record)) == []
+        await machine.stop()
+        with pytest.raises(ConflictError, match="has ended"):
+            isolation.report(machine.record)
+
+    in_lab(frozen, test)
+
+
+@pytest.mark.skipif(not ROOT, reason="prepares the system for an ordinary user: needs root")
+@pytest.mark.parametrize(
+    ("case", "lacking"),
+    [
+        ("works", set()),
+        # Where user namespaces may not be made, what is left is said to be that.
+        ("chroot", {"ns", "namespaces", "root"}),
+    ],
+)
+def test_of_an_ordinary_users_machine_it_says_what_is_missing(
+    frozen: Frozen, case: str, lacking: set[str]
+) -> None:
+    if frozen.driver != "qemu":
+        pytest.skip("Firecracker's jailer is root's alone")
+    root = next(disk.path for disk in frozen.spec.disks if disk.slot == "root")
+    # Below no directory that only root may enter.
+    with tempfile.TemporaryDirectory(prefix="l4a-lab-", ignore_cleanup_errors=True) as box:
+        Path(box).chmod(0o755)
+        argv = [sys.executable, "-m", "tests.contract.unprivileged", case, str(frozen.home), str(root), box]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+    body = json.loads(done.stdout)
+    assert (body["as_root"], body["differences"], body["ok"]) == (False, [], True)
+    host = body["host"]
+    found = {entry["name"] for entry in body["missing"]}
+    assert found - {"cgroup"} == {"uid", *lacking} | ({"landlock"} if not host["landlock"] else set())
+    vmm = body["processes"][0]
+    assert set(vmm["uids"]) == {65_534}
+    assert {thread["seccomp"] for thread in vmm["threads"]} == {"filter"}

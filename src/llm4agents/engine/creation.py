@@ -17,13 +17,14 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.barrier.barrier import Link
-from llm4agents.engine import bounds, clock, contact, contexts, tops
+from llm4agents.engine import bounds, clock, contact, contexts, parts
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.protecting import Protection
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.verbs import Agent
+from llm4agents.images import disk
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Disk, Driver, Machine, Placement, Snapshot
 
@@ -41,19 +42,16 @@ def host_name(sandbox: str) -> str:
     return sandbox.replace("_", "-")
 
 
-async def prepare(
-    ident: str, variant: Variant, places: Places, layers: tuple[Path, ...] = (), source: Path | None = None
-) -> tuple[Disk, ...]:
-    """Make the directories of a new clone and its disk (of a fork over `layers`, or a copy of `source`); its disks.
+def prepare(ident: str, variant: Variant, places: Places, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
+    """Make the directories of a new clone and its disk (over `layers`, of a fork); its disks.
 
     Raises OSError, CapacityError.
     """
-    form = tops.of(variant.disk_format)
-    top = places.disk(ident, form.first)
+    overlay = places.disk(ident)
     places.run(ident).mkdir(mode=0o700)
-    top.parent.mkdir(mode=0o700)
-    await form.over(source or variant.upper, variant.empty, top)
-    return variant.disks(top, layers)
+    overlay.parent.mkdir(mode=0o700)
+    disk.clone_overlay(variant.path / parts.EMPTY, overlay)
+    return variant.disks(overlay, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +191,9 @@ async def create(
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
     protection: Protection | None = None,
-    source: Path | None = None,
 ) -> Live:
     """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
-    is left but a row in state `failed`. `link` is used up, whatever happens; `source`: as `prepare` has it."""
+    is left but a row in state `failed`. `link` is used up, whatever happens."""
     began = clock.stamp()
     stored, asked = False, bounds.Bounds.of(row.limits)
 
@@ -208,11 +205,9 @@ async def create(
         stored = True
 
     try:
-        can = await driver.capabilities()
-        top, under = places.chain(row)
-        disks = await prepare(row.id, origin.variant, places, under, source)
+        disks = prepare(row.id, origin.variant, places, places.chain(row)[1])
         if protection is not None:
-            disks = (*disks, await protection.disk(top))
+            disks = (*disks, protection.disk(places.disk(row.id).parent))
         places.keep_env(row.id, env)
         woken = await wake(
             row.id,
@@ -238,8 +233,7 @@ async def create(
         raise
     try:
         if asked:
-            if can.bounds_files:
-                bounds.on_host(woken.machine, row.limits)
+            bounds.on_host(woken.machine, row.limits)
             await bounds.in_guest(woken.agent, asked)
         now = clock.stamp()
         store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
@@ -270,7 +264,6 @@ async def hand_over(
     places: Places,
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
-    bounds_files: bool,
 ) -> Live:
     """Make a sandbox of a machine that is awake already and has waited `age_s` in a pool: its agent is told what the
     create asked for, and `row` is stored, as running from the first. The answer is not waited for: what is sent
@@ -280,8 +273,7 @@ async def hand_over(
         places.keep_env(row.id, env)
         asked = bounds.Bounds.of(row.limits)
         bounds.check(woken.agent, asked)
-        if bounds_files:
-            bounds.on_host(woken.machine, row.limits)
+        bounds.on_host(woken.machine, row.limits)
         telling = _tell(woken.agent, variant, env, asked, age_s)
         if telling:
             # Now it is on its way: a server that dies from here on leaves a whole sandbox.

@@ -102,6 +102,19 @@ def test_limits_and_capabilities() -> None:
     assert len(seen.capability_names("000001ffffffffff")) == 41
 
 
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        ("anon_inode:[eventfd]", "eventfd"),
+        ("anon_inode:kvm-vm", "kvm-vm"),
+        ("anon_inode:kvm-vcpu:12", "kvm-vcpu"),
+        ("anon_inode:", "anon_inode:"),
+    ],
+)
+def test_kinds_of_what_is_no_file(target: str, kind: str) -> None:
+    assert seen.anonymous(target) == kind
+
+
 # -- a real process -----------------------------------------------------------------------------------------
 
 HOSTILE = textwrap.dedent(

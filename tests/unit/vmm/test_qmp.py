@@ -73,6 +73,14 @@ def test_a_refusal_is_an_error_in_its_words() -> None:
         await peer.say({"id": number, "error": {"class": "GenericError", "desc": "not now"}})
         with pytest.raises(VmmError, match="refused cont: not now"):
             await future
+        # By a guest that has taken QEMU over: nothing moves the terminal that shows it.
+        future = client.send("cont")
+        number = (await peer.command())["id"]
+        await peer.say({"id": number, "error": {"desc": "\x1b[2J\u202eok\n" + "x" * 9_999}})
+        with pytest.raises(VmmError) as caught:
+            await future
+        assert caught.value.message.isprintable()
+        assert len(caught.value.message) < 600
 
     play(test)
 

@@ -17,9 +17,7 @@ EVERY_SET = ("effective", "permitted", "inheritable", "ambient", "bounding")
 HELD_SETS = ("effective", "permitted", "inheritable", "ambient")
 """Without the bounding set, which only bounds what an exec could gain: with `no_new_privs` that is nothing."""
 ISOLATED = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
-QUIET_KINDS = frozenset(
-    {"file", "memory", "pipe", "unix", "eventfd", "eventpoll", "signalfd", "timerfd", "io_uring", "inotify"}
-)
+QUIET_KINDS = frozenset({"file", "memory", "pipe", "unix", "eventfd", "eventpoll", "signalfd", "timerfd"})
 """Of descriptors that lead nowhere but to what was handed over, or to the process itself."""
 KVM_KINDS = frozenset({"device kvm", "kvm-vm", "kvm-vcpu", "kvm-vcpu-stats", "kvm-vm-stats", "kvm-device"})
 

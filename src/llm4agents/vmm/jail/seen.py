@@ -329,9 +329,12 @@ def device(major: int, minor: int) -> str:
 
 
 def anonymous(target: str) -> str:
-    """The kind of a descriptor that has neither a file nor a socket under it: `anon_inode:[eventfd]` is `eventfd`."""
-    _, _, name = target.partition(":")
-    return plain(name.strip("[]"), 32) or plain(target, 32)
+    """The kind of a descriptor that has neither a file nor a socket under it.
+
+    `anon_inode:[eventfd]` is `eventfd`, `anon_inode:kvm-vcpu:0` is `kvm-vcpu`.
+    """
+    name = re.sub(r":\d+$", "", target.partition(":")[2].strip("[]"))
+    return plain(name or target, 32)
 
 
 def unix_sockets(text: str) -> dict[int, str]:

@@ -20,6 +20,7 @@ from llm4agents.errors import ConnectionLostError, VmmError
 
 LINE_BYTES_MAX = 1 << 20
 COMMAND_TIMEOUT_S = 10.0
+WORDS_MAX = 500
 _READ_BYTES = 65_536
 
 Event = dict[str, Any]
@@ -149,5 +150,7 @@ class Qmp:
             future.set_result(body["return"])
         else:
             error = body.get("error")
-            words = error.get("desc") if isinstance(error, dict) else None
+            desc = str(error.get("desc") or "") if isinstance(error, dict) else ""
+            # For a log and a terminal: it may be a guest that speaks.
+            words = "".join(letter for letter in desc[:WORDS_MAX] if letter.isprintable())
             future.set_exception(VmmError(f"QEMU refused {command}: {words or 'without a reason'}"))

@@ -19,6 +19,8 @@ const EXECUTE: u64 = 1;
 const WRITE_FILE: u64 = 1 << 1;
 const READ_FILE: u64 = 1 << 2;
 const READ_DIR: u64 = 1 << 3;
+const MAKE_REG: u64 = 1 << 8;
+const MAKE_SOCK: u64 = 1 << 9;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 const NET_TCP: u64 = 0b11;
@@ -26,9 +28,10 @@ const NET_TCP: u64 = 0b11;
 const SCOPES: u64 = 0b11;
 
 const LOOK: u64 = EXECUTE | READ_FILE | READ_DIR;
-const USE: u64 = READ_FILE | WRITE_FILE | TRUNCATE | IOCTL_DEV;
+/// Of a directory also new files and sockets in it.
+const USE: u64 = READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV | MAKE_REG | MAKE_SOCK;
 /// Of `USE` and `LOOK`, what a file that is no directory can have.
-const OF_FILES: u64 = EXECUTE | USE;
+const OF_FILES: u64 = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE | IOCTL_DEV;
 
 /// What may be looked at where the VMM's root is ours: programs and their libraries, not what people keep.
 pub const SYSTEM: [&str; 7] =

@@ -59,6 +59,24 @@ def merge(base: Snapshot, diff: Snapshot, directory: Path, forget: Iterable[byte
         raise
 
 
+def spread(pages: int, target: int, size: int, path: Path) -> None:
+    """Write the pages of the open diff `pages` to their places in `target`, also those that are zero; the rest is left.
+
+    `size`: of the machine's memory, bytes. `path`: for messages. Raises CorruptSnapshotError.
+    """
+    for first, count, at in _runs(pages, size // memory.PAGE, path):
+        place, length = first * memory.PAGE, count * memory.PAGE
+        if at is None:
+            _zero(target, place, length)
+            continue
+        os.lseek(target, place, os.SEEK_SET)
+        while length:  # not copy_file_range: `target` may be of another kind of file system
+            done = os.sendfile(target, pages, at, length)
+            if done == 0:
+                raise CorruptSnapshotError(f"the pages of {path} ended early")
+            at, length = at + done, length - done
+
+
 def _runs(fd: int, pages_max: int, path: Path) -> Iterator[tuple[int, int, int | None]]:
     """(first page, count, where its data is in the file or None for zeros) of every run."""
     size = os.fstat(fd).st_size

@@ -7,6 +7,7 @@ sense end the connection, nothing waits for ever, and a socket is reached withou
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import socket
 import stat
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ class UnixHttp:
         self._sock, self._who = sock, who
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[str, asyncio.Future[Any]]] = deque()
-        self._out: deque[memoryview] = deque()
+        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        """What is left to send, and the descriptors that go with its first byte."""
         self._in = bytearray()
         self._head: tuple[int, int] | None = None
         """Status and length of the answer whose body is being read."""
@@ -65,14 +68,20 @@ class UnixHttp:
         self._loop.add_reader(sock, self._readable)
 
     async def request(
-        self, method: str, path: str, body: Any = None, *, timeout: float = REQUEST_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float = REQUEST_TIMEOUT_S,
+        fds: Sequence[int] = (),
     ) -> Any:
-        """The JSON of the answer, None when it has no body.
+        """The JSON of the answer, None when it has no body. `fds`: copies of these descriptors go with it.
 
         Raises VmmError with the VMM's words when it refuses, ConnectionLostError when it is gone, does not answer in
         `timeout` seconds or answers nonsense; then the connection is closed.
         """
-        future = self.send(method, path, body)
+        future = self.send(method, path, body, fds=fds)
         try:
             return await asyncio.wait_for(asyncio.shield(future), timeout)
         except TimeoutError:
@@ -81,8 +90,10 @@ class UnixHttp:
                 f"{self._who} did not answer {method} {path} in {timeout:g} s"
             ) from None
 
-    def send(self, method: str, path: str, body: Any = None) -> asyncio.Future[Any]:
-        """Send without waiting; the future holds the answer."""
+    def send(
+        self, method: str, path: str, body: Any = None, *, fds: Sequence[int] = ()
+    ) -> asyncio.Future[Any]:
+        """Send without waiting; the future holds the answer. `fds` stay open until it is there."""
         future: asyncio.Future[Any] = self._loop.create_future()
         # An answer nobody came back for is not an error of its own.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -94,7 +105,7 @@ class UnixHttp:
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
         self._waiting.append((f"{method} {path}", future))
-        self._out.append(memoryview(head.encode("ascii") + b"\r\n" + data))
+        self._out.append((memoryview(head.encode("ascii") + b"\r\n" + data), fds))
         self._flush()
         return future
 
@@ -115,16 +126,18 @@ class UnixHttp:
 
     def _flush(self) -> None:
         while self._out:
+            data, fds = self._out[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             try:
-                sent = self._sock.send(self._out[0])
+                sent = self._sock.sendmsg([data], rights)
             except BlockingIOError:
                 self._loop.add_writer(self._sock, self._flush)
                 return
             except OSError as error:
                 self.close(str(error.strerror))
                 return
-            if sent < len(self._out[0]):
-                self._out[0] = self._out[0][sent:]
+            if sent < len(data):
+                self._out[0] = data[sent:], ()
             else:
                 self._out.popleft()
         self._loop.remove_writer(self._sock)

@@ -47,7 +47,8 @@ async def closure(
     """The directory with `program` (absolute), made in `cache_dir/jail` if it is not there yet.
 
     `modules`: shared objects it loads by name. `files`: what it reads by name. `places`: absolute paths that are
-    empty files in it, to bind devices or files onto; `/proc` and `/dev` are empty directories. Many may ask at once.
+    empty files in it (one that ends in `/`: an empty directory), to bind devices or files onto; `/proc` and `/dev` are
+    empty directories. Many may ask at once.
     Raises HostSetupError when the program or a library is missing, or the cache is somebody else's.
     """
     sources = {name: name for name in (program, *map(str, (*modules, *files)))}
@@ -182,6 +183,9 @@ def _build(path: Path, sources: Mapping[str, str], places: Sequence[str]) -> Non
             _inside(work, name).mkdir(exist_ok=True)
         for name in places:
             place = _inside(work, name)
+            if name.endswith("/"):
+                place.mkdir(parents=True, exist_ok=True)
+                continue
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch(exist_ok=True)
             place.chmod(0o444)

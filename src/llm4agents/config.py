@@ -85,6 +85,7 @@ class Settings:
     accel: str | None = None
     """Force `kvm` or `tcg`; unset means by proof."""
     qemu: str = "qemu-system-x86_64"
+    cloud_hypervisor: str = "cloud-hypervisor"
     server_idle_exit_s: float = limits.SERVER_IDLE_EXIT_S
     log_level: str = "info"
     memory_commit: float = limits.MEMORY_COMMIT
@@ -224,6 +225,7 @@ def load(env: Mapping[str, str]) -> Settings:
         nested="refuse" if one_of("NESTED", ("allow", "refuse")) == "refuse" else "allow",
         accel=one_of("ACCEL", ("kvm", "tcg")),
         qemu=text("QEMU") or "qemu-system-x86_64",
+        cloud_hypervisor=text("CLOUD_HYPERVISOR") or "cloud-hypervisor",
         server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),
         log_level=text("LOG_LEVEL") or "info",
         memory_commit=number("MEMORY_COMMIT", limits.MEMORY_COMMIT, 0.01, 1.0) or limits.MEMORY_COMMIT,

@@ -1,0 +1,215 @@
+"""A frozen machine's files, as Cloud Hypervisor has them and as `vmm.snapshot` keeps them.
+
+Its snapshot is `config.json` (made anew for each clone, `api.clone`), `state.json` (the devices) and `memory-ranges`
+(the guest's memory, all of it, in order). We keep `memory` (that file without its zero pages) and `state`
+(state.json, byte for byte). It reads memory-ranges by its data and leaves holes alone; so for a clone
+it has nothing but holes, for a resume the pages of the diff, and the rest is what is mapped privately: the base.
+
+What the VMM wrote is read as hostile: no links, no devices, bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from llm4agents.errors import (
+    CapacityError,
+    ConflictError,
+    HostSetupError,
+    VmmError,
+)
+from llm4agents.vmm import memory, merge, pages, snapshot
+from llm4agents.vmm.base import Snapshot
+from llm4agents.vmm.checkpoint import STATE_BYTES_MAX
+
+CONFIG, STATE, RANGES = "config.json", "state.json", "memory-ranges"
+_PAGES_ONLY_TO: Final = 3_072
+"""MiB of memory that lie in one piece; what is more lies above the hole for devices, at 4 GiB."""
+
+
+def read_state(io: int) -> bytes:
+    """state.json below the open directory `io`, as the VMM left it. Raises VmmError when it is none."""
+    raw = _read(io, STATE, STATE_BYTES_MAX)
+    try:
+        whole = json.loads(raw)
+    except ValueError as error:
+        raise VmmError(f"Cloud Hypervisor wrote a state that is not whole: {error}") from error
+    if not isinstance(whole, dict) or "snapshots" not in whole:
+        raise VmmError("Cloud Hypervisor wrote something else than the state of its devices")
+    return raw
+
+
+def _read(io: int, name: str, size_max: int) -> bytes:
+    fd = open_written(io, name)
+    try:
+        size = os.fstat(fd).st_size
+        if not 0 < size <= size_max:
+            raise VmmError(f"Cloud Hypervisor wrote {size} bytes as {name}")
+        raw = b""
+        while len(raw) < size and (part := os.pread(fd, size - len(raw), len(raw))):
+            raw += part
+        return raw
+    finally:
+        os.close(fd)
+
+
+def open_written(io: int, name: str) -> int:
+    """A file the VMM wrote; the caller closes it. Raises VmmError when there is none, or it is none."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=io)
+    except OSError as error:
+        raise VmmError(f"Cloud Hypervisor did not write {name}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise VmmError(f"Cloud Hypervisor left something that is no file as {name}")
+    return fd
+
+
+def save_memory(io: int, path: Path) -> int:
+    """memory-ranges as the sparse file `path`, durably, without its zero pages; returns their bytes. Blocks."""
+    fd = open_written(io, RANGES)
+    try:
+        return memory.save(fd, path)
+    finally:
+        os.close(fd)
+
+
+def clear(io: int) -> None:
+    """Remove a snapshot's files below `io`, which must not be there for the next one."""
+    for name in (CONFIG, STATE, RANGES):
+        try:
+            os.unlink(name, dir_fd=io)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise VmmError(f"{name} of Cloud Hypervisor cannot be removed: {error.strerror}") from error
+
+
+def forbid_memory(io: int) -> None:
+    """Put an empty memory-ranges there: a snapshot writes config.json and state.json and then fails at it.
+
+    So a clone's devices are had without its memory, which would be written in full.
+    """
+    os.close(os.open(RANGES, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=io))
+
+
+def check_forbidden(io: int) -> None:
+    """Raises VmmError when a VMM wrote over the memory-ranges that `forbid_memory` put there."""
+    found = os.stat(RANGES, dir_fd=io, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        raise VmmError("this Cloud Hypervisor overwrites a memory file that is there already")
+
+
+def write(io: int, name: str, data: bytes, owner: int | None) -> None:
+    """A new file below `io`, of the VMM's own uid `owner`."""
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=io)
+    try:
+        if owner is not None:
+            os.fchown(fd, owner, owner)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    finally:
+        os.close(fd)
+
+
+def write_restore(io: int, config: dict[str, Any], state: bytes, ranges_fd: int, owner: int | None) -> None:
+    """What `api.restore` reads. `ranges_fd`: the number the VMM has `ranges`' descriptor under."""
+    write(io, CONFIG, json.dumps(config).encode(), owner)
+    write(io, STATE, state, owner)
+    os.symlink(f"/proc/self/fd/{ranges_fd}", RANGES, dir_fd=io)
+
+
+def ranges(size: int) -> int:
+    """A memfd of `size` bytes that is all holes; the caller closes it."""
+    fd = os.memfd_create("llm4agents-ranges", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def read(base: Snapshot, diff: Snapshot | None, ranges_fd: int) -> bytes:
+    """The devices' state of `diff`, else of `base`; the pages of `diff` go to their places in `ranges_fd`. Blocks.
+
+    Every byte of a diff is checked first. Also a page of zeros is data: the base has something else there.
+    Raises HostSetupError (a base that is not whole), CorruptSnapshotError, CapacityError.
+    """
+    if diff is None:
+        path = base.path / snapshot.STATE
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise HostSetupError(
+                f"{base.path} is not whole: {error.strerror}", hint="build the template again"
+            ) from error
+    with contextlib.ExitStack() as stack:
+        state = _checked(diff, snapshot.STATE, diff.state_bytes, stack)
+        changed = _checked(diff, snapshot.PAGES, diff.pages_bytes, stack)
+        try:
+            merge.spread(changed.fileno(), ranges_fd, diff.spec.memory_mib << 20, diff.path)
+        except OSError as error:
+            if error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise CapacityError(
+                    "this host has no memory left for what the sandbox has changed"
+                ) from error
+            raise
+        state.seek(0)
+        return state.read()
+
+
+def _checked(diff: Snapshot, name: str, size: int, stack: contextlib.ExitStack) -> BinaryIO:
+    path = diff.path / name
+    try:
+        file = stack.enter_context(path.open("rb"))
+    except OSError as error:
+        raise snapshot.corrupt(path, error.strerror or "it cannot be opened") from error
+    if os.fstat(file.fileno()).st_size != size:
+        raise snapshot.corrupt(path, f"it has {os.fstat(file.fileno()).st_size} bytes and not {size}")
+    snapshot.check_part(diff, name, hashlib.file_digest(file, "sha256").hexdigest())
+    return file
+
+
+async def save_pages(pid: int, size: int, base_fd: int, out_fd: int) -> pages.Copied:
+    """As `pages.save`, of a clone whose memory is a private mapping of the file `base_fd` and no memfd of ours."""
+    inode = os.fstat(base_fd).st_ino
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        address = mapped(maps, inode, size)
+        memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise pages.unreadable(error) from error
+    try:
+        pagemap = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fds = [memory_fd, pagemap, base_fd, out_fd]
+            words = ["--save-pages", *map(str, (*fds, address, size // pages.PAGE))]
+            return pages.Copied(*await pages._run(words, fds))
+        finally:
+            os.close(pagemap)
+    finally:
+        os.close(memory_fd)
+
+
+def mapped(maps: str, inode: int, size: int) -> int:
+    """Where a process has the file `inode` mapped privately, all `size` bytes of it. Pure. Raises VmmError."""
+    for line in maps.splitlines():
+        where, rights, _, _, number, *_ = line.split(maxsplit=5)
+        start, end = (int(word, 16) for word in where.split("-"))
+        if rights == "rw-p" and int(number) == inode and end - start == size:
+            return start
+    raise VmmError(f"it has no memory of {size} bytes that is a clone's")
+
+
+def check_one_piece(memory_mib: int) -> None:
+    """Raises ConflictError where a machine's memory lies in two pieces: its pages are not looked for in both yet."""
+    if memory_mib > _PAGES_ONLY_TO:
+        raise ConflictError(
+            f"under Cloud Hypervisor a machine of {memory_mib} MiB cannot be paused by its pages",
+            hint=f"give it {_PAGES_ONLY_TO} MiB at most, or use the QEMU driver",
+        )

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.config import settings
-from llm4agents.engine import contact, parts
+from llm4agents.engine import contact, tops
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import Templates
 from llm4agents.guest.verbs import Agent
-from llm4agents.images import disk
 from llm4agents.vmm.base import Machine, Placement, Snapshot
 from llm4agents.vmm.choice import Drivers
 
@@ -95,13 +94,14 @@ class Bare:
         name = f"bench-{os.getpid()}-{self._count}"
         run_dir = self.settings.run_dir / "bench" / name
         run_dir.mkdir(parents=True, mode=0o700)
-        overlay = run_dir / "upper.qcow2"
-        disk.clone_overlay(variant.path / parts.EMPTY, overlay)
+        form = tops.of(variant.disk_format)
+        top = run_dir / form.first
+        await form.over(variant.upper, variant.empty, top)
         machine = None
         try:
             began = time.perf_counter()
             placement = Placement(name, run_dir, time.time() + 600)
-            machine = await self.driver.restore(snapshot, placement, variant.disks(overlay))
+            machine = await self.driver.restore(snapshot, placement, variant.disks(top))
             await machine.resume()
             agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
             first_ms = (time.perf_counter() - began) * 1000

@@ -1,4 +1,7 @@
-"""What root sees from inside a sandbox: only what is meant to be there, nothing of the host, bounds that hold."""
+"""What root sees from inside a sandbox, on each driver: what is meant to be there, and what is listed of the host.
+
+What of it there is to know is in `guests.View` and in SECURITY.md. Not here: what a guest can do (test_hostile_guest).
+"""
 
 from __future__ import annotations
 
@@ -7,74 +10,167 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from llm4agents import limits
-from llm4agents.vmm.qemu import command
 from tests.support import Node
+
+from .guests import DRIVERS, SLOTS, VIEWS, View, root, sections
 
 pytestmark = pytest.mark.vm
 
 AT_ONCE_MS = 5_000
 """A refusal that came without waiting for anything, on a slow machine."""
 
+LOOK = {
+    "virtio": "cat /sys/bus/virtio/devices/*/device",
+    "disks": "cd /sys/block; for d in *; do echo $d $(cat $d/ro) $(cat $d/serial); done",
+    "ports": "cat /sys/class/virtio-ports/*/name",
+    "pci": "for d in /sys/bus/pci/devices/*; do echo $(cat $d/vendor):$(cat $d/device); done",
+    "acpi": "cat /sys/bus/acpi/devices/*/hid",
+    "dmi": "cat /sys/class/dmi/id/* /sys/firmware/dmi/tables/*",
+    "nics": "ls /sys/class/net; cat /sys/class/net/eth0/address",
+    "routes": "tail -n +2 /proc/net/route | cut -f1-3",
+    "ipv6": "cat /proc/net/if_inet6",
+    "clocks": "cat /sys/class/rtc/*/name",
+    "cpu": "grep -m1 flags /proc/cpuinfo",
+    "kvm": "ls /dev/kvm",
+    "modules": "cut -d' ' -f1 /proc/modules",
+    "release": "uname -r",
+    "uptime": "cut -d. -f1 /proc/uptime",
+    "everything": (
+        "cat /proc/cmdline /proc/mounts /proc/partitions /proc/iomem /proc/ioports /proc/cpuinfo /proc/version; "
+        "dmesg; env; cat /proc/1/environ /proc/1/cmdline /proc/1/mountinfo; "
+        "cat /etc/hostname /etc/hosts /etc/machine-id /etc/resolv.conf; "
+        "cat /proc/sys/kernel/random/boot_id /proc/sys/kernel/hostname; cat /proc/net/arp /proc/net/fib_trie; "
+        "cat /sys/firmware/acpi/tables/* | tr -c '[:print:]' '\\n'; "
+        "find /sys/devices -name serial -exec cat {} +; true"
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 @pytest.fixture(scope="module")
-def inside(shared_node: Node) -> Iterator[str]:
+def view(driver: str) -> View:
+    return VIEWS[driver]
+
+
+@pytest.fixture(scope="module")
+def node(driver: str, shared_nodes: Callable[..., Node]) -> Node:
+    return shared_nodes(LLM4AGENTS_VMM=driver).start()
+
+
+@pytest.fixture(scope="module")
+def inside(node: Node, driver: str) -> Iterator[str]:
     """A clone of base; tests leave it as they found it."""
-    sandbox = shared_node.create("base")
+    sandbox = node.create("base")
+    assert node.get(sandbox)["vmm"] == driver
     yield sandbox
-    shared_node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
 
 
 @pytest.fixture(scope="module")
-def interpreter(shared_node: Node) -> Iterator[str]:
-    sandbox = shared_node.create("python")
-    yield sandbox
-    shared_node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+def seen(node: Node, inside: str) -> dict[str, str]:
+    return sections(node, inside, LOOK)
 
 
-def root(node: Node, sandbox: str, script: str) -> str:
-    done = node.exec(sandbox, script, user="root")
-    assert done["exit_code"] == 0, done
-    return str(done["stdout"]).strip()
-
-
-def test_one_nic_that_leads_to_the_barrier(shared_node: Node, inside: str) -> None:
-    assert root(shared_node, inside, "ls /sys/class/net").split() == ["eth0", "lo"]
-    assert root(shared_node, inside, "cat /sys/class/net/eth0/address") == limits.GUEST_MAC
-    routes = root(shared_node, inside, "tail -n +2 /proc/net/route | cut -f1-3").splitlines()
+def test_one_nic_that_leads_to_the_barrier(seen: dict[str, str]) -> None:
+    assert seen["nics"].split() == ["eth0", "lo", limits.GUEST_MAC]
+    routes = seen["routes"].splitlines()
     gateway = f"{int.from_bytes(socket.inet_aton(limits.GATEWAY_ADDRESS), 'little'):08X}"
     assert f"eth0\t00000000\t{gateway}" in routes and len(routes) == 2, routes
-    assert root(shared_node, inside, "grep -c eth0 /proc/net/if_inet6 || true") == "0", "no IPv6"
+    assert "eth0" not in seen["ipv6"], "no IPv6"
 
 
-def test_no_interface_but_lo_where_there_is_no_barrier(nodes: Callable[..., Node]) -> None:
-    node = nodes(LLM4AGENTS_BARRIER="off").start()
-    sandbox = node.create("base")
-    assert root(node, sandbox, "tail -n +2 /proc/net/route") == ""
-    done = node.exec(sandbox, "exec 3<>/dev/tcp/1.1.1.1/80")
-    assert done["exit_code"] != 0 and "unreachable" in done["stderr"].lower(), done
-
-
-def test_only_the_devices_there_should_be(shared_node: Node, inside: str) -> None:
-    disks = root(
-        shared_node, inside, "cd /sys/block; for d in *; do echo $d $(cat $d/serial) $(cat $d/ro); done"
-    )
-    expected = [
-        f"vd{letter} {slot} {int(slot == 'root')}"
-        for letter, slot in zip("abcdefg", command.SLOTS, strict=False)
+def test_only_the_devices_there_should_be(seen: dict[str, str], view: View) -> None:
+    disks = [line.split() for line in seen["disks"].splitlines()]
+    assert [disk[:2] for disk in disks] == [
+        [f"vd{letter}", str(int(slot == "root"))] for letter, slot in zip("abcdefghij", SLOTS, strict=False)
     ]
-    assert disks.splitlines() == expected
-    assert root(shared_node, inside, "cat /sys/class/virtio-ports/*/name") == command.AGENT_PORT
-    kinds = root(shared_node, inside, "cat /sys/bus/virtio/devices/*/device").split()
-    block, console, nic = "0x0002", "0x0003", "0x0001"
-    assert sorted(kinds) == sorted([block] * len(command.SLOTS) + [console, nic])
-    assert root(shared_node, inside, "ls /sys/bus/pci/devices 2>/dev/null | wc -l") == "0"
+    for slot, (_, _, *serial) in zip(SLOTS, disks, strict=True):
+        if view.serial is None:
+            assert serial == [slot]
+        else:
+            assert len(serial) == 1 and view.serial.fullmatch(serial[0]), serial
+    assert sorted(int(kind, 16) for kind in seen["virtio"].split()) == sorted(view.virtio)
+    assert tuple(line for line in seen["ports"].splitlines() if "No such file" not in line) == view.ports
+    assert frozenset(re.findall(r"^0x\w{4}:0x\w{4}$", seen["pci"], re.M)) == view.pci
+    found = {hid for hid in seen["acpi"].split() if not hid.startswith(("LNXSY", "ACPI00"))}
+    assert found == view.acpi
+    assert ("No such file" not in seen["dmi"].splitlines()[0]) == view.dmi
+    assert bool(seen["clocks"] and "No such" not in seen["clocks"]) == view.clock
 
 
-def test_the_base_disk_refuses_writes(shared_node: Node, inside: str) -> None:
+def test_only_the_modules_of_these_devices_are_loaded(seen: dict[str, str], view: View) -> None:
+    loaded = set(seen["modules"].split())
+    for kind, module in ((3, "virtio_console"), (4, "virtio_rng"), (5, "virtio_balloon"), (19, "vsock")):
+        assert kind in view.virtio or module not in loaded, loaded
+    assert not loaded & {"kvm", "kvm_amd", "kvm_intel", "tun", "vhost", "vsock_loopback"}
+    assert bool(view.pci) == ("virtio_pci" in loaded)
+
+
+def test_no_virtualisation_inside(seen: dict[str, str]) -> None:
+    flags = seen["cpu"].split()
+    assert "hypervisor" in flags
+    assert not {"svm", "vmx"} & set(flags)
+    assert "No such file or directory" in seen["kvm"]
+
+
+def test_nothing_of_the_host_shows(node: Node, seen: dict[str, str]) -> None:
+    everything = seen["everything"]
+    assert (
+        "console=ttyS0" in everything and "Linux version" in everything and "overlay / overlay" in everything
+    )
+    # What the guest has of its own is no leak, though a host that is such a guest itself has it too.
+    own = {
+        limits.GUEST_MAC,
+        limits.GUEST_ADDRESS,
+        limits.GATEWAY_ADDRESS,
+        seen["release"],
+        "00:00:00:00:00:00",
+    }
+    paths = {str(node.home), str(node.cache), str(node.run), os.path.expanduser("~/.")}
+    shown = [secret for secret in (paths | identity()) - own if secret in everything]
+    assert not shown
+    for name in {socket.gethostname(), socket.getfqdn()} - {"localhost", "debian", "sandbox"}:
+        assert not re.search(rf"\b{re.escape(name)}\b", everything), name
+    # Time since its template was booted, which stood still while it was frozen, and nothing of the host's.
+    assert int(seen["uptime"]) < 600
+
+
+def identity() -> set[str]:
+    """What is this host's alone: versions, ids, addresses, serial numbers."""
+    found = {platform.release()}
+    for pattern in (
+        "/etc/machine-id",
+        "/proc/sys/kernel/random/boot_id",
+        "/sys/class/net/*/address",
+        "/sys/class/dmi/id/*_serial",
+        "/sys/class/dmi/id/*_uuid",
+        "/sys/class/dmi/id/*_asset_tag",
+        "/sys/block/*/serial",
+        "/sys/block/*/device/serial",
+        "/sys/block/*/wwid",
+    ):
+        for path in Path("/").glob(pattern[1:]):
+            try:
+                found.add(path.read_text().strip())
+            except OSError:
+                continue
+    for line in Path("/proc/net/fib_trie").read_text().splitlines():
+        if "|-- " in line:
+            found.add(line.rpartition(" ")[2])
+    dull = re.compile(r"(127|0|255)\.[\d.]+|[\d.]+\.(0|255)|.{0,5}|none|default.*|not .*|to be .*", re.I)
+    return {value for value in found if not dull.fullmatch(value) and value not in SLOTS}
+
+
+def test_the_base_disk_refuses_writes(node: Node, inside: str) -> None:
     script = (
         "before=$(head -c 4096 /dev/vda | md5sum)\n"
         "write() { dd if=/dev/urandom of=/dev/vda bs=4096 count=1 conv=fsync,notrunc; }\n"
@@ -84,34 +180,7 @@ def test_the_base_disk_refuses_writes(shared_node: Node, inside: str) -> None:
         "blockdev --flushbufs /dev/vda; echo 3 > /proc/sys/vm/drop_caches\n"
         'test "$before" = "$(head -c 4096 /dev/vda | md5sum)"'
     )
-    root(shared_node, inside, script)
-
-
-def test_no_virtualisation_inside(shared_node: Node, inside: str) -> None:
-    flags = root(shared_node, inside, "grep -m1 flags /proc/cpuinfo").split()
-    assert "hypervisor" in flags
-    assert not {"svm", "vmx"} & set(flags)
-    assert root(shared_node, inside, "ls /dev/kvm 2>&1 || true").endswith("No such file or directory")
-
-
-def test_nothing_of_the_host_shows(shared_node: Node, inside: str) -> None:
-    look = (
-        "cat /proc/cmdline /proc/mounts /proc/partitions /proc/iomem /proc/1/environ; dmesg; env; "
-        "cat /proc/1/cmdline /proc/1/mountinfo; cat /sys/firmware/acpi/tables/* | tr -cd '[:print:]\\n'; "
-        "find /sys/devices -name serial -exec cat {} +; true"
-    )
-    seen = root(shared_node, inside, look)
-    assert "console=ttyS0" in seen and "Linux version" in seen and "overlay / overlay" in seen
-    secrets = [
-        str(shared_node.home),
-        str(shared_node.cache),
-        str(shared_node.run),
-        os.path.expanduser("~/."),
-        platform.release(),
-    ]
-    assert not [secret for secret in secrets if secret in seen]
-    for name in {socket.gethostname(), socket.getfqdn()} - {"localhost", "debian"}:
-        assert not re.search(rf"\b{re.escape(name)}\b", seen), name
+    root(node, inside, script)
 
 
 @pytest.mark.parametrize(
@@ -125,57 +194,15 @@ def test_nothing_of_the_host_shows(shared_node: Node, inside: str) -> None:
         "git ls-remote https://example.com/x.git",
     ],
 )
-def test_networking_fails_at_once(shared_node: Node, inside: str, attempt: str) -> None:
-    done = shared_node.exec(inside, attempt)
+def test_networking_fails_at_once(node: Node, inside: str, attempt: str) -> None:
+    done = node.exec(inside, attempt)
     assert done["exit_code"] not in (0, None)
     assert done["duration_ms"] < AT_ONCE_MS
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import socket; socket.getaddrinfo('example.com', 80)",
-        "import requests; requests.get('https://example.com')",
-        "import urllib.request; urllib.request.urlopen('http://example.com')",
-    ],
-)
-def test_networking_in_a_cell_says_why(shared_node: Node, interpreter: str, code: str) -> None:
-    done = shared_node.code(interpreter, code)
-    assert done["status"] == "error"
-    assert "this sandbox has no network" in done["error"]["traceback"]
-    assert done["duration_ms"] < AT_ONCE_MS
-
-
-def test_a_servers_own_loopback_works(shared_node: Node, interpreter: str) -> None:
-    code = (
-        "import socket\nserver = socket.create_server(('127.0.0.1', 0))\n"
-        "client = socket.create_connection(server.getsockname())\nclient.sendall(b'x')\nserver.accept()[0].recv(1)"
-    )
-    assert shared_node.code(interpreter, code)["results"][-1]["data"]["text/plain"] == "b'x'"
-
-
-def test_a_full_disk_is_the_sandboxs_own_trouble(shared_node: Node) -> None:
-    sandbox = shared_node.create("base")
-    try:
-        done = shared_node.exec(
-            sandbox,
-            "fallocate -l 6G big; rm -f big; fallocate -l 4G most && df -B1 --output=size / | tail -1",
-        )
-        assert "No space left on device" in done["stderr"]
-        assert 4.5e9 < int(done["stdout"]) <= 5 << 30
-        # The rest of it in smaller and smaller pieces, then a write.
-        fill = (
-            "size=$((1 << 29)); n=0; while [ $size -ge 4096 ]; do "
-            "fallocate -l $size f$((n += 1)) 2>/dev/null || { rm -f f$n; size=$((size / 2)); }; done; "
-            "head -c 20M /dev/zero > rest; echo full"
-        )
-        done = shared_node.exec(sandbox, fill)
-        assert "No space left on device" in done["stderr"]
-        assert done["stdout"] == "full\n"
-        answer = shared_node.http.put(
-            f"/v1/sandboxes/{sandbox}/files", params={"path": "/home/user/x"}, content=b"x" * 1_000_000
-        )
-        assert answer.status_code >= 400 and "space" in answer.text
-        assert shared_node.exec(sandbox, "rm -f most f* rest && echo on > x && cat x")["stdout"] == "on\n"
-    finally:
-        shared_node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+def test_no_interface_but_lo_where_there_is_no_barrier(driver: str, nodes: Callable[..., Node]) -> None:
+    node = nodes(LLM4AGENTS_BARRIER="off", LLM4AGENTS_VMM=driver).start()
+    sandbox = node.create("base")
+    assert root(node, sandbox, "tail -n +2 /proc/net/route") == ""
+    done = node.exec(sandbox, "exec 3<>/dev/tcp/1.1.1.1/80")
+    assert done["exit_code"] != 0 and "unreachable" in done["stderr"].lower(), done

@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.Emu
 
 FRAME = "import pandas as pd\ndf = pd.DataFrame({'city': ['Rome', 'Oslo', 'Rome'], 't': [20.5, 3.0, 22.5]})\n"
 PNG = b"\x89PNG\r\n\x1a\n"
+AT_ONCE_MS = 5_000
+"""A refusal that came without waiting for anything, on a slow machine."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,3 +114,26 @@ def test_two_clones_draw_different_numbers() -> None:
     first, second = ([part.strip(" []") for part in (draw or "").split(",")] for draw in draws)
     assert len(first) == len(second) == 7
     assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.getaddrinfo('example.com', 80)",
+        "import requests; requests.get('https://example.com')",
+        "import urllib.request; urllib.request.urlopen('http://example.com')",
+    ],
+)
+def test_networking_says_why_and_at_once(shared_node: Node, sandbox: Sandbox, code: str) -> None:
+    done = shared_node.code(sandbox.id, code)
+    assert done["status"] == "error"
+    assert "this sandbox has no network" in done["error"]["traceback"]
+    assert done["duration_ms"] < AT_ONCE_MS
+
+
+def test_a_servers_own_loopback_works(sandbox: Sandbox) -> None:
+    code = (
+        "import socket\nserver = socket.create_server(('127.0.0.1', 0))\n"
+        "client = socket.create_connection(server.getsockname())\nclient.sendall(b'x')\nserver.accept()[0].recv(1)"
+    )
+    assert sandbox.run_code(code).text == "b'x'"

@@ -26,6 +26,7 @@ from llm4agents.engine.templates import Templates
 from llm4agents.errors import (
     CapacityError,
     ConflictError,
+    HostSetupError,
     LLM4AgentsError,
     SandboxDiedError,
     ServerUnavailableError,
@@ -75,6 +76,14 @@ class Acts(ABC):
 
     @abstractmethod
     def _settle(self) -> None: ...
+
+    def check_nested(self) -> None:
+        """Raises HostSetupError where nested sandboxes are refused."""
+        if self.settings.nested == "refuse":
+            raise HostSetupError(
+                "this server's operator refuses nested sandboxes (LLM4AGENTS_NESTED=refuse)",
+                hint="leave out nested=True (--nested)",
+            )
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """An act is done although whoever asked for it goes away: a resume broken off would cost the memory."""
@@ -215,6 +224,8 @@ class Acts(ABC):
                 raise ConflictError(f"{sandbox} runs", hint="pause it first: a cold resume boots its disk")
             if live is None:
                 self._check(sandbox, "resume")
+                if row.nested:
+                    self.check_nested()
                 await self.admission.reserve(sandbox, row.memory_mib)
                 try:
                     async with self.admission.turn():
@@ -247,6 +258,8 @@ class Acts(ABC):
         self, sandbox: str, count: int, idle_timeout_s: float | None, metadata: Mapping[str, str] | None
     ) -> list[SandboxRow]:
         async with self._photographed(sandbox, "fork") as (row, live):
+            if row.nested:
+                self.check_nested()
             idents = [creation.new_id() for _ in range(count)]
             await self.admission.reserve_all(idents, row.memory_mib)
             try:

@@ -11,7 +11,7 @@ import signal
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import clock, contact, creation, deadlines, forking, lifecycle, pausing, usage
+from llm4agents.engine import clock, contact, creation, deadlines, lifecycle, pausing, tops, usage
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
 from llm4agents.errors import HostSetupError, LLM4AgentsError
@@ -82,7 +82,7 @@ async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
         shutil.rmtree(node.places.used(row.id), ignore_errors=True)
         node.places.pause(row.id).rename(node.places.used(row.id))
     if row.disk is not None and await _never_switched(row, machine, node.places):
-        forking.unfreeze_disk(node, row)
+        tops.unfreeze(node, row)
     await machine.resume()  # one that stood still, for a full disk or an act that was not finished
     agent = await contact.greet(machine, timeout=GREET_TIMEOUT_S, dirty=True)
     env = node.places.env(row.id)
@@ -91,7 +91,7 @@ async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
         boot_id = await creation.identify(
             agent, row.id, {**variant.environment, **env}, linked=node.networks.linked(row.id)
         )
-        return pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
+        return await pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
     await agent.thaw()
     if env:  # a snapshot that was not finished had made it forget
         variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)

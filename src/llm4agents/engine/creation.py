@@ -17,14 +17,13 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.barrier.barrier import Link
-from llm4agents.engine import bounds, clock, contact, contexts, parts
+from llm4agents.engine import bounds, clock, contact, contexts, tops
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.protecting import Protection
 from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.verbs import Agent
-from llm4agents.images import disk
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Disk, Driver, Machine, Placement, Snapshot
 
@@ -42,16 +41,19 @@ def host_name(sandbox: str) -> str:
     return sandbox.replace("_", "-")
 
 
-def prepare(ident: str, variant: Variant, places: Places, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
-    """Make the directories of a new clone and its disk (over `layers`, of a fork); its disks.
+async def prepare(
+    ident: str, variant: Variant, places: Places, layers: tuple[Path, ...] = (), source: Path | None = None
+) -> tuple[Disk, ...]:
+    """Make the directories of a new clone and its disk (of a fork over `layers`, or a copy of `source`); its disks.
 
     Raises OSError, CapacityError.
     """
-    overlay = places.disk(ident)
+    form = tops.of(variant.disk_format)
+    top = places.disk(ident, form.first)
     places.run(ident).mkdir(mode=0o700)
-    overlay.parent.mkdir(mode=0o700)
-    disk.clone_overlay(variant.path / parts.EMPTY, overlay)
-    return variant.disks(overlay, layers)
+    top.parent.mkdir(mode=0o700)
+    await form.over(source or variant.upper, variant.empty, top)
+    return variant.disks(top, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +193,10 @@ async def create(
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
     protection: Protection | None = None,
+    source: Path | None = None,
 ) -> Live:
     """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
-    is left but a row in state `failed`. `link` is used up, whatever happens."""
+    is left but a row in state `failed`. `link` is used up, whatever happens; `source`: as `prepare` has it."""
     began = clock.stamp()
     stored, asked = False, bounds.Bounds.of(row.limits)
 
@@ -205,9 +208,11 @@ async def create(
         stored = True
 
     try:
-        disks = prepare(row.id, origin.variant, places, places.chain(row)[1])
+        can = await driver.capabilities()
+        top, under = places.chain(row)
+        disks = await prepare(row.id, origin.variant, places, under, source)
         if protection is not None:
-            disks = (*disks, protection.disk(places.disk(row.id).parent))
+            disks = (*disks, await protection.disk(top))
         places.keep_env(row.id, env)
         woken = await wake(
             row.id,
@@ -233,7 +238,8 @@ async def create(
         raise
     try:
         if asked:
-            bounds.on_host(woken.machine, row.limits)
+            if can.bounds_files:
+                bounds.on_host(woken.machine, row.limits)
             await bounds.in_guest(woken.agent, asked)
         now = clock.stamp()
         store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
@@ -264,6 +270,7 @@ async def hand_over(
     places: Places,
     on_deadline: Callable[[Live, str], None],
     free_bytes: Callable[[], int],
+    bounds_files: bool,
 ) -> Live:
     """Make a sandbox of a machine that is awake already and has waited `age_s` in a pool: its agent is told what the
     create asked for, and `row` is stored, as running from the first. The answer is not waited for: what is sent
@@ -273,7 +280,8 @@ async def hand_over(
         places.keep_env(row.id, env)
         asked = bounds.Bounds.of(row.limits)
         bounds.check(woken.agent, asked)
-        bounds.on_host(woken.machine, row.limits)
+        if bounds_files:
+            bounds.on_host(woken.machine, row.limits)
         telling = _tell(woken.agent, variant, env, asked, age_s)
         if telling:
             # Now it is on its way: a server that dies from here on leaves a whole sandbox.

@@ -19,7 +19,7 @@ import structlog
 from llm4agents import limits
 from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
-from llm4agents.engine import adoption, bounds, clock, contact, creation, isolation, lifecycle, parts, top
+from llm4agents.engine import adoption, clock, contact, creation, isolation, lifecycle, parts, top, tops
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
@@ -270,6 +270,7 @@ class Engine(Acts):
                     places=self.places,
                     on_deadline=self._on_deadline,
                     free_bytes=self._free_bytes,
+                    bounds_files=can.bounds_files,
                 )
             else:
                 await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
@@ -303,14 +304,6 @@ class Engine(Acts):
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
 
-    def check_nested(self) -> None:
-        """Raises HostSetupError where nested sandboxes are refused."""
-        if self.settings.nested == "refuse":
-            raise HostSetupError(
-                "this server's operator refuses nested sandboxes (LLM4AGENTS_NESTED=refuse)",
-                hint="leave out nested=True (--nested)",
-            )
-
     def _row(self, ident: str, wish: Wish, asked: Asked, variant: Variant, accelerator: str) -> SandboxRow:
         now = clock.wall_s()
         return SandboxRow(
@@ -333,6 +326,7 @@ class Engine(Acts):
             keep_s=wish.keep_s,
             network=asked.network,
             protect=list(wish.protect) or None,
+            disk=tops.of(variant.disk_format).chain(),
             vmm=variant.vmm,
             nested=variant.nested,
         )
@@ -454,8 +448,6 @@ class Engine(Acts):
     def _enter(self, live: Live) -> None:
         self._live[live.row.id] = live
         self.networks.entered(live.row)
-        with contextlib.suppress(ConflictError):  # it has ended: who watches it will say so
-            bounds.on_host(live.machine, live.row.limits)
         self._spawn(self._watch_machine(live))
         self._spawn(self._watch_session(live))
         self._spawn(self._watch_events(live))

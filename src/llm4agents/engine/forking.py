@@ -1,16 +1,15 @@
 """Fork and snapshot: photographs of a sandbox that goes on, or of one that is paused.
 
-A *photograph* is what a pause is without its durability: pages, devices and a frozen disk layer. Forks are woken
-from it at once; a snapshot makes a template of it. Disk layers are frozen by giving the sandbox a new top, so what
-a fork lies on is never written again, and belongs to no sandbox: it is there as long as one lies on it.
+A *photograph* is what a pause is without its durability: pages, devices and a frozen disk. Forks are woken from it at
+once; a snapshot makes a template of it. How a disk is frozen is `tops`' business: a layer, by giving the sandbox a new
+top, so that what a fork lies on is never written again, and belongs to no sandbox (it is there as long as one lies on
+it); or a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import filecmp
-import os
 import secrets
 import shutil
 import time
@@ -19,14 +18,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llm4agents import limits
-from llm4agents.engine import clock, creation, parts
+from llm4agents.engine import clock, creation, parts, tops
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
-from llm4agents.engine.node import TOP, Chain, Node, chain_of, new_layer, new_top
+from llm4agents.engine.node import Node
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still
+from llm4agents.engine.tops import Taken
 from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError
-from llm4agents.images import disk, layers
 from llm4agents.store import SandboxRow
 from llm4agents.vmm import merge
 from llm4agents.vmm import snapshot as snapshots
@@ -38,8 +37,7 @@ class Photograph:
     variant: Variant
     base: Snapshot
     diff: Snapshot
-    under: tuple[str, ...]
-    """Disk layers, nearest first, that what is made of it lies on."""
+    disk: Taken
     env: Mapping[str, str]
     stopped_ms: float
 
@@ -52,63 +50,29 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
     """
     variant, base = await node.templates.by_key(row.template, row.template_key)
     env = node.places.env(row.id)
+    form = tops.of(node.places.chain(row)[0])
     if live is None:
         with cold_helps():
             diff = frozen_of(node, row)
-            yield Photograph(variant, base, diff, _freeze_disk(node, row), env, 0.0)
+            taken = await form.take(node, row, None, variant, node.places.photographs)
+            yield Photograph(variant, base, diff, taken, env, 0.0)
         return
     if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:
         raise CapacityError(f"{row.id} cannot be photographed: the host's disk is full", hint="free space")
     directory = node.places.photographs / secrets.token_hex(8)
+    copy = directory.with_suffix(".raw")
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         async with standing_still(live, sync=False):
             began = time.perf_counter()
             checkpoint = await live.machine.checkpoint(directory, base=base)
-            under = _freeze_disk(node, row)
-            top, below = node.places.chain(row)
-            # Under the new top, and not under the name the old one had: that is gone.
-            try:
-                await live.machine.switch_disk("upper", variant.disks(top, below)[1])
-            except LLM4AgentsError:
-                if not live.ending:
-                    unfreeze_disk(node, row)
-                raise
+            taken = await form.take(node, row, live, variant, copy)
             stopped = (time.perf_counter() - began) * 1000
         diff = await checkpoint.durable(sync=False)
-        yield Photograph(variant, base, diff, under, env, round(stopped, 1))
+        yield Photograph(variant, base, diff, taken, env, round(stopped, 1))
     finally:
+        copy.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, directory, True)
-
-
-def _freeze_disk(node: Node, row: SandboxRow) -> tuple[str, ...]:
-    """Make the top of a sandbox's disk a layer and give it a new, empty one; the layers from the new one on.
-
-    The store is told before a machine is: if it never hears of it, the new top stays empty and reads as the old.
-    """
-    places, chain = node.places, chain_of(row)
-    layer, top = new_layer(), new_top()
-    places.layers.mkdir(mode=0o700, exist_ok=True)
-    old = places.disk(row.id, chain.top)
-    variant_empty = node.templates.empty_overlay(row.template, row.template_key)
-    if row.state == "paused" and chain.layers and filecmp.cmp(old, variant_empty, shallow=False):
-        return chain.layers  # forked before, and not run since: there is nothing on it
-    layers.new_overlay(variant_empty, places.disk(row.id, top))
-    os.link(old, places.layer(layer))
-    frozen = chain.over(layer, top)
-    node.store.change(row, disk=frozen.to_json())
-    old.unlink()
-    return frozen.layers
-
-
-def unfreeze_disk(node: Node, row: SandboxRow) -> None:
-    """Undo `_freeze_disk` for a machine that never heard of it, and still writes to what is a layer by name: it is the
-    top again. Nothing else lies on that layer yet."""
-    places, chain = node.places, chain_of(row)
-    back = Chain(new_top(), chain.layers[1:])
-    os.link(places.layer(chain.layers[0]), places.disk(row.id, back.top))
-    node.store.change(row, disk=back.to_json())
-    places.disk(row.id, chain.top).unlink(missing_ok=True)  # the layer's name goes with the next sweep
 
 
 async def fork(
@@ -167,7 +131,7 @@ async def _fork_one(
         record=None,
         paused_at=None,
         pause=None,
-        disk=Chain(TOP, taken.under).to_json(),
+        disk=tops.of(taken.variant.disk_format).chain(taken.disk.under),
         parent=parent.id,
     )
     return await creation.create(
@@ -181,6 +145,7 @@ async def _fork_one(
         on_deadline=node.on_deadline,
         free_bytes=node.free_bytes,
         protection=protection,
+        source=taken.disk.source,
     )
 
 
@@ -217,10 +182,10 @@ async def snapshot(
         async with cache.workdir() as tmp:
             built = tmp / "variant"
             built.mkdir(mode=0o755)
-            under = tuple(node.places.layer(layer) for layer in taken.under)
+            form = tops.of(taken.variant.disk_format)
             upper = built / parts.UPPER
             async with asyncio.TaskGroup() as both:
-                both.create_task(layers.to_raw(under, taken.variant.upper, upper))
+                both.create_task(form.whole(tops.files_of(taken.disk, node), taken.variant.upper, upper))
                 secrets_ = [value.encode() for value in taken.env.values()]
                 both.create_task(
                     asyncio.to_thread(merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT, secrets_)
@@ -228,7 +193,7 @@ async def snapshot(
             upper.chmod(0o444)
             key = secrets.token_hex(16)
             dest = cache.templates / name / "keys" / key
-            await disk.make_overlay(upper, built / parts.EMPTY, named=dest / parts.UPPER)
+            await form.finish(upper, built / parts.EMPTY, named=dest / parts.UPPER)
             variant = replace(
                 taken.variant,
                 path=dest,

@@ -46,10 +46,6 @@ def chain_of(row: SandboxRow) -> Chain:
     return Chain(str(row.disk["top"]), tuple(str(layer) for layer in row.disk["layers"]))
 
 
-def new_top() -> str:
-    return f"upper-{secrets.token_hex(6)}.qcow2"
-
-
 def new_layer() -> str:
     return f"{secrets.token_hex(10)}.qcow2"
 

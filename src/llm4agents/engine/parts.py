@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError, VersionMismatchError
@@ -88,6 +88,8 @@ class Variant:
     """The driver whose machines it can be cloned as."""
     nested: bool = False
     """Whether its machines have a `/dev/kvm` that works."""
+    disk_format: Literal["qcow2", "raw"] = "qcow2"
+    """Of its clones' disks (`engine.tops`)."""
 
     @property
     def shape(self) -> Shape:
@@ -101,15 +103,29 @@ class Variant:
     def upper(self) -> Path:
         return self.path / UPPER
 
-    def disks(self, overlay: Path, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
-        """The disks of a clone: `overlay` is its top, over `layers` (nearest first), over the template's upper."""
+    @property
+    def empty(self) -> Path:
+        """What the tops of its clones are copies of, if they are layers over its disk."""
+        return self.path / EMPTY
+
+    def disks(self, top: Path, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
+        """The disks of a clone: `top`, over `layers` (nearest first) and the template's upper if it is a layer too."""
         return (
             Disk("root", self.rootfs, "raw", read_only=True),
-            Disk("upper", overlay, "qcow2", read_only=False, backing=(*layers, self.upper)),
+            writable("upper", top, (*layers, self.upper)),
         )
 
 
-def variant_key(spec: TemplateSpec, parts: Parts, identity: dict[str, str], shape: Shape) -> str:
+def writable(slot: str, path: Path, backing: tuple[Path, ...]) -> Disk:
+    """A disk by the file that is written to, whose name says its form. Pure."""
+    if path.suffix == ".raw":
+        return Disk(slot, path, "raw", read_only=False)
+    return Disk(slot, path, "qcow2", read_only=False, backing=backing)
+
+
+def variant_key(
+    spec: TemplateSpec, parts: Parts, identity: dict[str, str], shape: Shape, disk_format: str = "qcow2"
+) -> str:
     """Digest of everything a frozen machine depends on: equal keys, equal machines. The VMM is in `identity`."""
     return digest_of(
         {
@@ -124,6 +140,7 @@ def variant_key(spec: TemplateSpec, parts: Parts, identity: dict[str, str], shap
             "memory_mib": shape.memory_mib,
             "disk_gib": limits.DISK_GIB,
             **({"ca": parts.ca} if parts.ca else {}),
+            **({"disks": disk_format} if disk_format != "qcow2" else {}),
         }
     )[:32]
 
@@ -181,6 +198,7 @@ def save(variant: Variant, directory: Path) -> None:
         "ca": variant.ca,
         "vmm": variant.vmm,
         "nested": variant.nested,
+        "disk_format": variant.disk_format,
     }
     with (directory / TEMPLATE).open("x") as file:
         json.dump(body, file, indent=1)
@@ -203,7 +221,8 @@ def load(path: Path, blob: Any) -> Variant:
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']}")
         rootfs = blob(body["rootfs_digest"])
-        if rootfs is None or not (path / UPPER).is_file() or not (path / EMPTY).is_file():
+        raw = body.get("disk_format") == "raw"
+        if rootfs is None or not all((path / name).is_file() for name in (UPPER, *([] if raw else [EMPTY]))):
             raise ValueError("parts of it are gone")
         return Variant(
             path=path,
@@ -223,6 +242,7 @@ def load(path: Path, blob: Any) -> Variant:
             ca=body.get("ca"),
             vmm=str(body.get("vmm") or _vmm_of(path)),
             nested=bool(body.get("nested")),
+            disk_format="raw" if raw else "qcow2",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionMismatchError(

@@ -19,10 +19,11 @@ from typing import Any
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import bounds, clock, contact, creation, usage
+from llm4agents.engine import bounds, clock, contact, creation, tops, usage
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
-from llm4agents.engine.node import Node, chain_of, new_top
+from llm4agents.engine.node import Node, chain_of
+from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import warm_up
 from llm4agents.errors import (
     CapacityError,
@@ -30,7 +31,9 @@ from llm4agents.errors import (
     ConnectionLostError,
     CorruptSnapshotError,
     HostSetupError,
+    InvalidRequestError,
     LLM4AgentsError,
+    NotFoundError,
     ProtocolError,
     SandboxDiedError,
     SandboxPausedError,
@@ -198,7 +201,7 @@ def _disk_durable(node: Node, row: SandboxRow) -> None:
     top, under = node.places.chain(row)
     for path in (top, *under, top.parent, *([node.places.layers] if under else [])):
         fsync(path)  # of a layer that has not changed since its last it costs nothing
-    if row.disk is not None:
+    if under or top.name != tops.of(top).first:
         node.store.checkpoint()
 
 
@@ -249,7 +252,7 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
         places.run(row.id).mkdir(mode=0o700)
         top, under = places.chain(row)
         protection = await node.protecting.of(row, variant, base)
-        more = () if protection is None else (protection.disk(top.parent),)
+        more = () if protection is None else (await protection.disk(top),)
         woken = await creation.wake(
             row.id,
             Origin(variant, base, frozen),
@@ -263,7 +266,7 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
     except BaseException as error:
         back_to_paused(node, row, ran, _words(error))
         raise
-    return running(node, row, woken, env)
+    return await running(node, row, woken, env)
 
 
 def back_to_paused(node: Node, row: SandboxRow, ran: bool, why: str) -> None:
@@ -276,8 +279,10 @@ def back_to_paused(node: Node, row: SandboxRow, ran: bool, why: str) -> None:
     moved(node, row, "paused", f"resume failed: {why}"[:300], record=None, pause=body)
 
 
-def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[str, str]) -> Live:
-    bounds.on_host(woken.machine, row.limits)
+async def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[str, str]) -> Live:
+    with contextlib.suppress(HostSetupError):  # of a VMM removed under a sandbox that is being adopted
+        if (await node.drivers.can(woken.machine.record.driver)).bounds_files:
+            bounds.on_host(woken.machine, row.limits)
     now = clock.stamp()
     node.store.transition(
         row,
@@ -302,6 +307,7 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
     places = node.places
     variant, base = await node.templates.by_key(row.template, row.template_key, loadable=False)
     driver = await _driver_of_cold(node, row, base)
+    onto = await _onto(node, row, variant, base, driver, progress)
     boot_parts = await node.templates.boot_parts(driver, row.nested, progress)
     node.store.transition(row, "resuming", "cold", clock.stamp())
     machine: Machine | None = None
@@ -310,9 +316,12 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
     try:
         places.remove_run(row.id)
         places.run(row.id).mkdir(mode=0o700)
+        if onto is not None:
+            await tops.moved(node, row, variant, onto[0])
+            ran, (variant, base) = True, onto  # a pause of the template it lay on is none any more
         top, under = places.chain(row)
         protection = await node.protecting.of(row, variant, base)
-        more = () if protection is None else (protection.disk(top.parent),)
+        more = () if protection is None else (await protection.disk(top),)
         spec = MachineSpec(
             vcpus=row.vcpus,
             memory_mib=row.memory_mib,
@@ -329,7 +338,8 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
             ran = True
             shutil.rmtree(places.pause(row.id), ignore_errors=True)
             machine = await driver.boot(spec, placement)
-        node.store.change(row, record=machine.record.to_json())
+        accelerator = (await driver.capabilities()).accelerator
+        node.store.change(row, record=machine.record.to_json(), vmm=driver.name, accelerator=accelerator)
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
         # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
         protect = None if protection is None else protection.request()
@@ -343,15 +353,40 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
                 await asyncio.shield(machine.stop())
         back_to_paused(node, row, ran, _words(error))
         raise
-    return running(node, row, creation.Woken(machine, agent, boot_id), env)
+    return await running(node, row, creation.Woken(machine, agent, boot_id), env)
 
 
 async def _driver_of_cold(node: Node, row: SandboxRow, base: Snapshot) -> Driver:
     """The driver that the sandbox had, where it can be used still, else the one that it would get now."""
     try:
         return await node.drivers.pick(base.identity["driver"], row.nested)
-    except HostSetupError:
+    except (HostSetupError, InvalidRequestError):
         return await node.drivers.pick(None, row.nested)
+
+
+async def _onto(
+    node: Node, row: SandboxRow, variant: Variant, base: Snapshot, driver: Driver, progress: Progress
+) -> tuple[Variant, Snapshot] | None:
+    """What the disk of a sandbox is to lie on if `driver` is to boot it; None: on what it lies on now.
+
+    One whose template's memory cannot be loaded any more could be booted and never be paused again. So it moves to
+    the template of this host, if that has the same root file system; the disk of a snapshot takes another form at most.
+    """
+    if base.identity.get("driver") == driver.name:
+        with contextlib.suppress(VersionMismatchError):
+            await node.templates.check_loadable(base)
+            return None
+    if variant.family is None:
+        try:
+            here = await node.templates.variant(variant.shape._replace(vmm=driver.name), progress)
+            if here[0].rootfs_digest == variant.rootfs_digest:
+                return here
+        except NotFoundError:
+            pass  # of a version that had another set of templates
+    form = (await driver.capabilities()).disk_format
+    if form == tops.of(node.places.chain(row)[0]).format:
+        return None
+    return replace(variant, disk_format=form), base
 
 
 async def compact(node: Node, row: SandboxRow) -> bool:
@@ -361,7 +396,7 @@ async def compact(node: Node, row: SandboxRow) -> bool:
         return False
     variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
     top, under = node.places.chain(row)
-    merged = replace(chain, top=new_top(), layers=())
+    merged = replace(chain, top=tops.of(top).name(), layers=())
     dest = node.places.disk(row.id, merged.top)
     await layers.flatten((top, *under), variant.upper, dest)
     node.store.change(row, disk=merged.to_json())

@@ -303,7 +303,7 @@ class Pool:
         await self._admission.reserve(ident, shape.memory_mib)
         woken: Woken | None = None
         try:
-            disks = creation.prepare(ident, variant, self._places)
+            disks = await creation.prepare(ident, variant, self._places)
             async with self._admission.turn():
                 woken = await creation.wake(
                     ident,

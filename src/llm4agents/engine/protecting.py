@@ -2,8 +2,8 @@
 
 The image is made once for a template and its paths, from a clone of it that does nothing else and whose processes stay
 frozen, and is kept in the cache. A sandbox gets it as a disk (`vol0`), the guest's agent mounts it over the paths
-before any process runs (agent/src/protect.rs). QEMU opens the image for reading alone: what a guest's root writes to
-that disk goes into an overlay that is thrown away at each start.
+before any process runs (agent/src/protect.rs). No machine writes to the image: what a guest's root writes to that disk
+goes into an overlay, or a copy, of its own that is thrown away at each start.
 
 Not here: what is mounted how (the agent), what an image is (`images.erofs`).
 """
@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from llm4agents import limits
-from llm4agents.engine import contact, parts
+from llm4agents.engine import contact, parts, tops
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.parts import Variant
 from llm4agents.errors import CapacityError, GuestError, InvalidRequestError, PathNotFoundError
 from llm4agents.guest import trees
 from llm4agents.guest.results import Entry
 from llm4agents.guest.verbs import Agent
-from llm4agents.images import disk
 from llm4agents.images.cache import Cache, digest_of
 from llm4agents.images.erofs import Image, Inode
 from llm4agents.images.process import in_thread
@@ -44,7 +43,7 @@ from llm4agents.vmm.choice import Drivers
 
 SLOT: Final = "vol0"
 FORMAT: Final = 1
-OVERLAY: Final = "protect.qcow2"
+PRIVATE: Final = "protect"
 _IMAGE, _EMPTY, _ABOUT = "image.erofs", "empty.qcow2", "protect.json"
 _LINKS_MAX = 40
 _NOT = ("/", "/proc", "/sys", "/dev", "/run", "/run/llm4agents")
@@ -77,12 +76,15 @@ class Protection:
         paths = [{"source": c.source, "target": c.target, "directory": c.directory} for c in self.covered]
         return {"slot": SLOT, "bytes": self.bytes, "paths": paths, "pins": list(self.pins)}
 
-    def disk(self, directory: Path) -> Disk:
-        """The disk of a machine about to start, whose overlay is made in `directory`. Raises CapacityError."""
-        overlay = directory / OVERLAY
-        overlay.unlink(missing_ok=True)
-        disk.clone_overlay(self.path / _EMPTY, overlay)
-        return Disk(SLOT, overlay, "qcow2", read_only=False, backing=(self.path / _IMAGE,))
+    async def disk(self, top: Path) -> Disk:
+        """The disk of a machine about to start: a private one of the form of its `top`, beside that.
+
+        Raises CapacityError.
+        """
+        private = top.with_name(PRIVATE + top.suffix)
+        private.unlink(missing_ok=True)
+        await tops.of(top).over(self.path / _IMAGE, self.path / _EMPTY, private)
+        return parts.writable(SLOT, private, (self.path / _IMAGE,))
 
 
 def wanted(paths: Iterable[str]) -> tuple[str, ...]:
@@ -162,8 +164,9 @@ class Protecting:
         async with self._cache.workdir() as tmp:
             built = tmp / "protect"
             built.mkdir(mode=0o755)
-            overlay = tmp / "upper.qcow2"
-            disk.clone_overlay(variant.path / parts.EMPTY, overlay)
+            form = tops.of(variant.disk_format)
+            top = tmp / form.first
+            await form.over(variant.upper, variant.empty, top)
             run_dir.mkdir(parents=True, mode=0o700)
             machine = None
             try:
@@ -171,7 +174,7 @@ class Protecting:
                     placement = Placement(ident, run_dir, time.time() + limits.BUILD_TIMEOUT_S)
                     try:
                         driver = self._drivers.of(variant.vmm)
-                        machine = await driver.restore(snapshot, placement, variant.disks(overlay))
+                        machine = await driver.restore(snapshot, placement, variant.disks(top))
                         await machine.resume()
                         agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
                         with (tmp / "spool").open("w+b") as spool:
@@ -184,7 +187,7 @@ class Protecting:
             finally:
                 shutil.rmtree(run_dir, ignore_errors=True)
             (built / _IMAGE).chmod(0o444)
-            await disk.make_overlay(built / _IMAGE, built / _EMPTY, named=dest / _IMAGE)
+            await form.finish(built / _IMAGE, built / _EMPTY, named=dest / _IMAGE)
             about = {
                 "format": FORMAT,
                 "template": variant.name,

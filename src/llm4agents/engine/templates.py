@@ -20,7 +20,7 @@ from typing import Any
 from llm4agents import binaries, limits
 from llm4agents.barrier.ca import Authority
 from llm4agents.config import Settings
-from llm4agents.engine import contact, parts
+from llm4agents.engine import contact, parts, tops
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.parts import Parts, Shape, Variant
 from llm4agents.errors import (
@@ -174,8 +174,9 @@ class Templates:
         async with self.cache.building(progress):
             made_of = await self._parts(wanted, driver, progress, refresh=rebuild, nested=shape.nested)
             machine = made_of.machine(shape, Path(parts.UPPER))
-            identity = driver.identity(machine, await driver.capabilities())
-            key = parts.variant_key(wanted, made_of, identity, shape)
+            can = await driver.capabilities()
+            identity = driver.identity(machine, can)
+            key = parts.variant_key(wanted, made_of, identity, shape, can.disk_format)
             dest = self.cache.templates / wanted.name / "keys" / key
             if rebuild:
                 self._check_unused(wanted.name, [key])
@@ -226,10 +227,10 @@ class Templates:
                 hint="was the cache emptied? nothing can be made of it without the template",
             )
         if loadable:
-            await self._check_loadable(found[1])
+            await self.check_loadable(found[1])
         return found
 
-    async def _check_loadable(self, snapshot: Snapshot) -> None:
+    async def check_loadable(self, snapshot: Snapshot) -> None:
         """Raises VersionMismatchError unless this host's VMM of that kind would make the same machine."""
         name = str(snapshot.identity.get("driver"))
         try:
@@ -243,10 +244,6 @@ class Templates:
                 different=["driver"],
             ) from error
         snapshots.check_identity(snapshot, driver.identity(snapshot.spec, can))
-
-    def empty_overlay(self, name: str, key: str | None) -> Path:
-        """An empty overlay to be copied, of the size of that variant's disk."""
-        return self.cache.templates / name / "keys" / str(key) / parts.EMPTY
 
     def check_free(self, name: str) -> None:
         """Raises InvalidRequestError or ConflictError when a snapshot cannot be called `name`."""
@@ -308,7 +305,7 @@ class Templates:
                 if found is None or found[0].shape != shape:
                     continue
                 try:
-                    await self._check_loadable(found[1])
+                    await self.check_loadable(found[1])
                 except VersionMismatchError as error:
                     if shape.name in spec.BUILTIN:
                         return None
@@ -332,7 +329,7 @@ class Templates:
         loop = asyncio.get_running_loop()
 
         def check(template: dict[str, Any], manifest: dict[str, Any]) -> None:  # in a thread
-            wanted = self._check_loadable(snapshots.from_json(file, manifest))
+            wanted = self.check_loadable(snapshots.from_json(file, manifest))
             asyncio.run_coroutine_threadsafe(wanted, loop).result()
 
         imported = await bundle.import_(file, self.cache, progress, check=check)
@@ -424,7 +421,8 @@ class Templates:
                     await disk.make_upper(upper, limits.DISK_GIB << 30)
             progress("publish", "writing the template", None)
             upper.chmod(0o444)
-            await disk.make_overlay(upper, built / parts.EMPTY, named=dest / parts.UPPER)
+            form = (await driver.capabilities()).disk_format
+            await tops.of(form).finish(upper, built / parts.EMPTY, named=dest / parts.UPPER)
             variant = Variant(
                 path=dest,
                 name=wanted.name,
@@ -441,6 +439,7 @@ class Templates:
                 ca=made_of.ca,
                 vmm=shape.vmm,
                 nested=shape.nested,
+                disk_format=form,
             )
             parts.save(variant, built)
             if dest.exists():

@@ -214,7 +214,7 @@ async def import_(
         variant.mkdir(mode=0o755)
         name, key, template = await in_thread(lambda cancel: _read(file, cache, tmp, progress, check, cancel))
         dest = cache.templates / name / "keys" / key
-        if (variant / UPPER).exists():
+        if (variant / UPPER).exists() and template.get("disk_format") != "raw":
             # Made anew and not taken along: it names the disk under it by its absolute path.
             await disk.make_overlay(variant / UPPER, variant / EMPTY, named=dest / UPPER)
         async with cache.lock(f"template-{key}", progress):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -91,6 +93,71 @@ def clone_overlay(empty: Path, path: Path) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+_FICLONE = 0x4004_9409
+_COPY_BYTES = 8 << 20
+
+
+def copy_sparse(source: Path, path: Path, *, durable: bool = False) -> None:
+    """`path`, a private copy (0600) of a file that is mostly holes: by reference where the file system can do that,
+    else its data and no more. Milliseconds for 5 GiB with a few MiB in them. Blocks.
+
+    `source` must not be written to meanwhile. Raises ConflictError when `path` exists, CapacityError.
+    """
+    try:
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise ConflictError(f"{path} exists") from error
+    try:
+        with room(path.parent), source.open("rb") as file:
+            try:
+                fcntl.ioctl(target, _FICLONE, file.fileno())
+            except OSError:  # in as many ways as there are file systems
+                _copy_data(file.fileno(), target)
+            if durable:
+                os.fsync(target)
+                fsync(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(target)
+
+
+def _copy_data(source: int, target: int) -> None:
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    in_kernel, at = True, 0
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+            end = os.lseek(source, at, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        while at < end:
+            some = min(_COPY_BYTES, end - at)
+            copied = 0
+            if in_kernel:
+                try:
+                    copied = os.copy_file_range(source, target, some, at, at)
+                except OSError as error:
+                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                in_kernel = copied > 0
+            if not copied:
+                block = os.pread(source, some, at)
+                if not block:
+                    raise OSError(errno.EIO, "the file became shorter while it was copied")
+                copied = len(block)
+                # A file system that knows no holes says that all is data.
+                if block.count(0) != copied:
+                    rest = memoryview(block)
+                    while rest:
+                        rest = rest[os.pwrite(target, rest, at + copied - len(rest)) :]
+            at += copied
 
 
 def _check(path: Path, *, there: bool) -> Path:

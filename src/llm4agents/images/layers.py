@@ -50,13 +50,21 @@ async def to_raw(layers: Sequence[Path], base: Path, dest: Path) -> None:
 
 async def flatten(layers: Sequence[Path], base: Path, dest: Path) -> None:
     """`layers` (nearest first) over the raw `base` as one qcow2 over the same base, durably; appears whole."""
-    if dest.exists():
-        raise ConflictError(f"{dest} exists")
     whole = dest.with_name(f".{dest.name}.{os.getpid()}.raw")
-    tmp = dest.with_name(f".{dest.name}.{os.getpid()}")
     try:
         # In two steps: with a backing file qemu-img copies what the *top* layer has, and would lose the others'.
         await _convert(chain(layers, base), whole, dest.parent)
+        await from_raw(whole, base, dest)
+    finally:
+        whole.unlink(missing_ok=True)
+
+
+async def from_raw(whole: Path, base: Path, dest: Path) -> None:
+    """What the raw `whole` has and the raw `base` has not as one qcow2 over `base`, durably; appears whole."""
+    if dest.exists():
+        raise ConflictError(f"{dest} exists")
+    tmp = dest.with_name(f".{dest.name}.{os.getpid()}")
+    try:
         options = "extended_l2=on,cluster_size=128k,lazy_refcounts=on"
         argv = ["qemu-img", "convert", "-q", "-f", "raw", "-O", "qcow2", "-B", str(base), "-F", "raw"]
         await process.run([*argv, "-o", options, str(whole), str(tmp)], cwd=dest.parent)
@@ -64,7 +72,6 @@ async def flatten(layers: Sequence[Path], base: Path, dest: Path) -> None:
         tmp.rename(dest)
         fsync(dest.parent)
     finally:
-        whole.unlink(missing_ok=True)
         tmp.unlink(missing_ok=True)
 
 

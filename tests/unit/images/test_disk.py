@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import filecmp
 import json
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from llm4agents.errors import ConflictError
+from llm4agents.errors import CapacityError, ConflictError
 from llm4agents.images import disk
 from llm4agents.images.process import PATH
 
@@ -65,3 +69,78 @@ def test_a_copied_overlay_finds_its_disk(tmp_path: Path) -> None:
         disk.clone_overlay(tmp_path / "empty", other / "upper.qcow2")
     with pytest.raises(ConflictError):
         asyncio.run(disk.make_overlay(tmp_path / "none", tmp_path / "x"))
+
+
+def _holes(path: Path, size: int, pieces: dict[int, bytes]) -> Path:
+    with path.open("xb") as file:
+        file.truncate(size)
+        for at, data in pieces.items():
+            file.seek(at)
+            file.write(data)
+    return path
+
+
+@pytest.mark.parametrize("able", ["all", "no reference", "no copy in the kernel", "nothing"])
+def test_a_file_of_holes_is_copied_in_milliseconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: str
+) -> None:
+    size = 5 << 30
+    pieces = {0: b"head", 1 << 20: os.urandom(3 << 20), (4 << 30) + 12_345: b"far", size - 4: b"tail"}
+    source = _holes(tmp_path / "upper.raw", size, pieces)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EXDEV, "no")
+
+    if able != "all":
+        monkeypatch.setattr(disk.fcntl, "ioctl", refused)
+    if able in ("no copy in the kernel", "nothing"):
+        monkeypatch.setattr(disk.os, "copy_file_range", refused)
+    began = time.perf_counter()
+    disk.copy_sparse(source, tmp_path / "top.raw", durable=able == "nothing")
+    took_s = time.perf_counter() - began
+    copy = tmp_path / "top.raw"
+    assert copy.stat().st_size == size and copy.stat().st_mode & 0o777 == 0o600
+    assert copy.stat().st_blocks <= source.stat().st_blocks + 64
+    with copy.open("rb") as file:
+        for at, data in pieces.items():
+            file.seek(at)
+            assert file.read(len(data)) == data
+        file.seek(3 << 30)
+        assert file.read(4096) == bytes(4096)
+    assert took_s < 1, f"{took_s:.3f} s for a few MiB"
+    # It is another file, and a name is never taken over.
+    with copy.open("r+b") as file:
+        file.write(b"ours")
+    assert source.open("rb").read(4) == b"head"
+    with pytest.raises(ConflictError):
+        disk.copy_sparse(source, copy)
+    assert copy.open("rb").read(4) == b"ours"
+
+
+def test_where_holes_are_not_known_zeroes_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _holes(tmp_path / "upper.raw", 64 << 20, {20 << 20: b"data"})
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(disk.fcntl, "ioctl", refused)
+    monkeypatch.setattr(disk.os, "copy_file_range", refused)
+    monkeypatch.setattr(disk.os, "lseek", lambda _, at, how: at if how == os.SEEK_DATA else 64 << 20)
+    disk.copy_sparse(source, tmp_path / "top.raw")
+    assert (tmp_path / "top.raw").stat().st_blocks * 512 <= 8 << 20
+    assert filecmp.cmp(source, tmp_path / "top.raw", shallow=False)
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _holes(tmp_path / "upper.raw", 1 << 20, {0: b"data"})
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(disk.fcntl, "ioctl", full)
+    monkeypatch.setattr(disk.os, "copy_file_range", full)
+    with pytest.raises(CapacityError):
+        disk.copy_sparse(source, tmp_path / "top.raw")
+    assert [path.name for path in tmp_path.iterdir()] == ["upper.raw"]

@@ -1,0 +1,74 @@
+"""What tests of the guest's side share: a node of each driver, and what a guest of it is meant to see, as data.
+
+SECURITY.md tells of what is listed here as seen (`View`); a driver whose devices change changes its entry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from llm4agents import limits
+from tests.support import Node
+
+DRIVERS = tuple(os.environ.get("LLM4AGENTS_TEST_DRIVERS", "qemu").split(","))
+SLOTS = ("root", "upper", *(f"vol{number}" for number in range(limits.VOLUME_SLOTS)))
+NET, BLOCK, CONSOLE, ENTROPY, BALLOON, VSOCK = 1, 2, 3, 4, 5, 19
+
+
+@dataclass(frozen=True)
+class View:
+    """What the guests of one driver find. Identifiers are the VMM's own and the same on every host."""
+
+    virtio: tuple[int, ...]
+    """Device types, sorted."""
+    serial: re.Pattern[str] | None
+    """What disks have for serial numbers; None: their slots' names."""
+    ports: tuple[str, ...] = ()
+    """Names of virtio-serial ports."""
+    pci: frozenset[str] = frozenset()
+    """`vendor:device` of what is on a PCI bus."""
+    acpi: frozenset[str] = frozenset()
+    """Hardware ids that ACPI tells of, without those of the bus and the processors."""
+    dmi: bool = False
+    """Whether there is an SMBIOS at all."""
+    clock: bool = False
+    """Whether a real-time clock shows the host's wall clock."""
+
+
+DISKS = (BLOCK,) * len(SLOTS)
+VIEWS = {
+    "qemu": View(
+        virtio=(NET, *DISKS, CONSOLE),
+        serial=None,
+        ports=("llm4agents.agent",),
+        # virtio-mmio, serial line, clock, power button, and the firmware configuration of QEMU.
+        acpi=frozenset({"LNRO0005", "PNP0501", "PNP0B00", "PNP0C0C", "QEMU0002"}),
+        clock=True,
+    ),
+    "firecracker": View(
+        virtio=tuple(sorted((NET, *DISKS, ENTROPY, BALLOON, VSOCK))),
+        # Device and inode numbers of the file behind each disk, as the host's kernel counts them.
+        serial=re.compile(r"\d{1,20}"),
+        acpi=frozenset({"LNRO0005"}),
+    ),
+    "cloud-hypervisor": View(virtio=tuple(sorted((NET, *DISKS, ENTROPY, BALLOON, VSOCK))), serial=None),
+}
+
+
+def root(node: Node, sandbox: str, script: str, **more: object) -> str:
+    """What a shell of root's says in the guest; it must end well."""
+    done = node.exec(sandbox, script, user="root", **more)
+    assert done["exit_code"] == 0, done
+    return str(done["stdout"]).strip()
+
+
+def sections(node: Node, sandbox: str, commands: dict[str, str]) -> dict[str, str]:
+    """The output of each command, by name, all in one call; what fails says less."""
+    mark = "=====l4a "
+    script = "\n".join(
+        f"echo; echo '{mark}{name}'\n{{ {command}\n}} 2>&1" for name, command in commands.items()
+    )
+    parts = root(node, sandbox, script + "\ntrue").split(mark)[1:]
+    return {name: text.strip("\n") for name, _, text in (part.partition("\n") for part in parts)}

@@ -8,7 +8,7 @@
 //! in `run_dir/deadline` plus grace, SIGTERM (stop the VMM now), the loss of `run_dir`. Meanwhile it holds what must
 //! live exactly as long as the VMM, and hands it out again (`serve`).
 //! If the shim itself is killed the kernel kills the VMM with it. `--tsc` prints the TSC frequency in kHz,
-//! `--save-pages` and `--load-pages` copy a guest's memory (`pages`).
+//! `--save-pages` and its like copy a guest's memory (`pages`).
 //!
 //! Not here: anything about QEMU or any other VMM, networks, disks, the guest.
 
@@ -60,7 +60,7 @@ fn main() -> ExitCode {
             }
         },
         Some(namespaces::PAUSE) => namespaces::pause(),
-        Some("--save-pages" | "--load-pages") => return copy(),
+        Some(word) if pages::COPIES.contains(&word) => return copy(),
         Some(other) => {
             eprintln!("unknown argument {other}: the configuration is read from standard input");
             return ExitCode::FAILURE;
@@ -86,24 +86,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// `--save-pages MEM PAGEMAP BASE OUT ADDRESS PAGES` or `--load-pages MAPS MEM FILE PAGES PATIENCE`: descriptors and
-/// numbers. Says its figures on standard output, or `ERRNO words` on standard error.
+/// One copy of a guest's memory (`pages`). Says its figures on standard output, or `ERRNO words` on standard error.
 fn copy() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     // A guest stands still, or is waited for: ahead of those that run, where we may be.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
     let numbers: Vec<i64> = words[1..].iter().filter_map(|word| word.parse().ok()).collect();
-    let done = match (words[0].as_str(), &numbers[..]) {
-        ("--save-pages", &[memory, pagemap, base, out, address, pages]) => {
-            let place = pages::Place { address: address as u64, pages: pages as u64 };
-            pages::save(memory as i32, pagemap as i32, base as i32, out as i32, place)
-        }
-        ("--load-pages", &[maps, memory, file, pages, patience]) => {
-            pages::load(maps as i32, memory as i32, file as i32, pages as u64, patience as u32)
-        }
-        _ => Err(std::io::Error::from(std::io::ErrorKind::InvalidInput)),
-    };
-    match done {
+    match pages::copy(&words[0], &numbers) {
         Ok(figures) => {
             println!("{figures}");
             ExitCode::SUCCESS

@@ -1,4 +1,6 @@
-//! Copies a guest's own memory pages out of a live VMM into a file (`--save-pages`) and back (`--load-pages`).
+//! Copies a guest's own memory pages out of a live VMM into a file (`--save-pages`) and back (`--load-pages`, or
+//! `--load-pages-at` where it is known already where the memory is), or all of its memory into a sparse file of its size
+//! (`--save-memory`).
 //!
 //! A process of its own for one copy, because it is bytes and page tables only: the server's event loop serves
 //! other sandboxes meanwhile. It is given descriptors (of /proc/PID/mem, /proc/PID/pagemap) that the server was
@@ -34,11 +36,40 @@ struct Run {
     zero: bool,
 }
 
-/// Where the guest's memory is in what is read or written: at `address`, `pages` long.
+/// Where a part of the guest's memory is in what is read or written: at `address`, `pages` long. Parts follow one another:
+/// a page's number counts through all of them.
 #[derive(Clone, Copy)]
 pub struct Place {
     pub address: u64,
     pub pages: u64,
+}
+
+/// What `copy` does. After the descriptors, `PLACES` are pairs of address and pages.
+pub const COPIES: [&str; 4] = ["--save-pages", "--load-pages", "--load-pages-at", "--save-memory"];
+
+/// `--save-pages MEM PAGEMAP BASE OUT PLACES`, `--save-memory MEM PAGEMAP OUT PLACES`, `--load-pages-at MEM FILE PLACES`,
+/// `--load-pages MAPS MEM FILE PAGES PATIENCE`: descriptors and numbers. Returns the figures.
+pub fn copy(what: &str, numbers: &[i64]) -> Result<String> {
+    match (what, numbers) {
+        ("--save-pages", &[memory, pagemap, base, out, ref rest @ ..]) => {
+            save(memory as i32, pagemap as i32, base as i32, out as i32, &places(rest)?)
+        }
+        ("--save-memory", &[memory, pagemap, out, ref rest @ ..]) => {
+            save_whole(memory as i32, pagemap as i32, out as i32, &places(rest)?)
+        }
+        ("--load-pages-at", &[memory, file, ref rest @ ..]) => load_at(memory as i32, file as i32, &places(rest)?),
+        ("--load-pages", &[maps, memory, file, pages, patience]) => {
+            load(maps as i32, memory as i32, file as i32, pages as u64, patience as u32)
+        }
+        _ => Err(Error::from(ErrorKind::InvalidInput)),
+    }
+}
+
+fn places(numbers: &[i64]) -> Result<Vec<Place>> {
+    if numbers.is_empty() || numbers.len() % 2 != 0 || numbers.iter().any(|&number| number < 0) {
+        return Err(Error::from(ErrorKind::InvalidInput));
+    }
+    Ok(numbers.chunks_exact(2).map(|pair| Place { address: pair[0] as u64, pages: pair[1] as u64 }).collect())
 }
 
 /// A read-only mapping of a whole file.
@@ -185,7 +216,7 @@ fn stretches(
 
 struct Saver<'a> {
     memory: RawFd,
-    place: Place,
+    pages: u64,
     base: &'a [u8],
     out: RawFd,
     offset: u64,
@@ -209,21 +240,21 @@ impl Saver<'_> {
         }
     }
 
-    /// Pages that may differ from the base's.
-    fn pages(&mut self, first: u64, count: u64) -> Result<()> {
-        let mut page = first;
-        while page < first + count {
-            let many = ((first + count - page) as usize).min(BATCH);
-            self.batch(page, many)?;
-            page += many as u64;
+    /// Pages that may differ from the base's, the first of them at `address`.
+    fn pages(&mut self, first: u64, count: u64, address: u64) -> Result<()> {
+        let mut done = 0;
+        while done < count {
+            let many = ((count - done) as usize).min(BATCH);
+            self.batch(first + done, many, address + done * PAGE as u64)?;
+            done += many as u64;
         }
         Ok(())
     }
 
-    fn batch(&mut self, first: u64, many: usize) -> Result<()> {
+    fn batch(&mut self, first: u64, many: usize, address: u64) -> Result<()> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let bytes = &mut buffer[..many * PAGE];
-        pread_all(self.memory, bytes, self.place.address + first * PAGE as u64)?;
+        pread_all(self.memory, bytes, address)?;
         self.looked_at += many as u64;
         let mut slices: Vec<libc::iovec> = Vec::with_capacity(many);
         for (number, content) in bytes.chunks_exact(PAGE).enumerate() {
@@ -258,7 +289,7 @@ impl Saver<'_> {
         }
         pwrite_all(self.out, &table, self.offset)?;
         let mut header = [0; HEADER as usize];
-        for (place, word) in [MAGIC, self.place.pages, self.runs.len() as u64, self.kept].iter().enumerate() {
+        for (place, word) in [MAGIC, self.pages, self.runs.len() as u64, self.kept].iter().enumerate() {
             header[place * 8..place * 8 + 8].copy_from_slice(&word.to_le_bytes());
         }
         pwrite_all(self.out, &header, 0)?;
@@ -270,15 +301,16 @@ impl Saver<'_> {
 ///
 /// `pagemap` tells which pages a private mapping has of its own. Without one (-1) `memory` is a file itself, mapped
 /// shared by the machine, and every page that is in it or in the base is compared.
-pub fn save(memory: RawFd, pagemap: RawFd, base: RawFd, out: RawFd, place: Place) -> Result<String> {
-    let bytes = place.pages as usize * PAGE;
+pub fn save(memory: RawFd, pagemap: RawFd, base: RawFd, out: RawFd, places: &[Place]) -> Result<String> {
+    let pages: u64 = places.iter().map(|place| place.pages).sum();
+    let bytes = pages as usize * PAGE;
     if size_of(base)? != bytes as u64 {
         return Err(Error::new(ErrorKind::InvalidInput, "the base is of another size"));
     }
     let map = Map::new(base, bytes, 0)?;
     let mut saver = Saver {
         memory,
-        place,
+        pages,
         base: map.bytes(),
         out,
         offset: HEADER,
@@ -290,24 +322,68 @@ pub fn save(memory: RawFd, pagemap: RawFd, base: RawFd, out: RawFd, place: Place
     };
     if pagemap < 0 {
         for (first, count) in union(extents(memory, bytes as u64)?, extents(base, bytes as u64)?) {
-            saver.pages(first, count)?;
+            saver.pages(first, count, first * PAGE as u64)?;
         }
         return saver.finish();
     }
+    own_pages(pagemap, places, |first, count, address| saver.pages(first, count, address))?;
+    saver.finish()
+}
+
+/// Write all pages that are not zero to their places in `out`, a file of the machine's size; says how many.
+fn save_whole(memory: RawFd, pagemap: RawFd, out: RawFd, places: &[Place]) -> Result<String> {
+    let mut buffer = vec![0; BATCH * PAGE];
+    let mut written = 0;
+    own_pages(pagemap, places, |first, count, address| {
+        let mut done = 0;
+        while done < count {
+            let many = ((count - done) as usize).min(BATCH);
+            let bytes = &mut buffer[..many * PAGE];
+            pread_all(memory, bytes, address + done * PAGE as u64)?;
+            let mut number = 0;
+            while number < many {
+                let filled = |at: usize| bytes[at * PAGE..(at + 1) * PAGE] != [0; PAGE];
+                let start = number;
+                while number < many && filled(number) {
+                    number += 1;
+                }
+                if number > start {
+                    let at = (first + done + start as u64) * PAGE as u64;
+                    pwrite_all(out, &bytes[start * PAGE..number * PAGE], at)?;
+                    written += number - start;
+                } else {
+                    number += 1;
+                }
+            }
+            done += many as u64;
+        }
+        Ok(())
+    })?;
+    Ok(written.to_string())
+}
+
+/// Tells each stretch of pages that a private mapping has of its own: number of the first, how many, address.
+fn own_pages(pagemap: RawFd, places: &[Place], mut tell: impl FnMut(u64, u64, u64) -> Result<()>) -> Result<()> {
     let mut raw = vec![0u8; ENTRIES * 8];
     let mut entries = vec![0u64; ENTRIES];
-    let mut page = 0;
-    while page < place.pages {
-        let many = ((place.pages - page) as usize).min(ENTRIES);
-        let at = (place.address / PAGE as u64 + page) * 8;
-        pread_all(pagemap, &mut raw[..many * 8], at)?;
-        for (entry, word) in entries.iter_mut().zip(raw[..many * 8].chunks_exact(8)) {
-            *entry = u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+    let mut before = 0;
+    for place in places {
+        let mut page = 0;
+        while page < place.pages {
+            let many = ((place.pages - page) as usize).min(ENTRIES);
+            let at = (place.address / PAGE as u64 + page) * 8;
+            pread_all(pagemap, &mut raw[..many * 8], at)?;
+            for (entry, word) in entries.iter_mut().zip(raw[..many * 8].chunks_exact(8)) {
+                *entry = u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+            }
+            stretches(&entries[..many], page, own, |first, count| {
+                tell(before + first, count, place.address + first * PAGE as u64)
+            })?;
+            page += many as u64;
         }
-        stretches(&entries[..many], page, own, |first, count| saver.pages(first, count))?;
-        page += many as u64;
+        before += place.pages;
     }
-    saver.finish()
+    Ok(())
 }
 
 /// What is not a hole of `fd`, in pages.
@@ -422,7 +498,20 @@ pub fn load(maps: RawFd, memory: RawFd, file: RawFd, pages: u64, patience: u32) 
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     };
-    let pieces = pieces(&runs);
+    let written = write_runs(memory, &runs, bytes, &[Place { address, pages }])?;
+    Ok(format!("{written} {tries}"))
+}
+
+/// Write the pages of `file` into a machine whose memory is at `places`. Says how many were written.
+fn load_at(memory: RawFd, file: RawFd, places: &[Place]) -> Result<String> {
+    let map = Map::new(file, size_of(file)? as usize, libc::MAP_POPULATE)?;
+    let runs = table(map.bytes(), places.iter().map(|place| place.pages).sum())?;
+    Ok(write_runs(memory, &runs, map.bytes(), places)?.to_string())
+}
+
+/// The pages of `runs`, whose data is in `bytes`, to where they belong; returns how many.
+fn write_runs(memory: RawFd, runs: &[Run], bytes: &[u8], places: &[Place]) -> Result<u64> {
+    let pieces = pieces(&split(runs, places));
     let written: u64 = runs.iter().map(|run| run.count).sum();
     // Most of the time the kernel makes pages, which it does in several threads at once.
     let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get().min(LOADERS_MAX));
@@ -432,7 +521,7 @@ pub fn load(maps: RawFd, memory: RawFd, file: RawFd, pages: u64, patience: u32) 
         while let Some(&(page, count, at)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
             let length = count * PAGE;
             let content = at.map_or(&zeros[..length], |at| &bytes[at..at + length]);
-            pwrite_all(memory, content, address + page * PAGE as u64)?;
+            pwrite_all(memory, content, address_of(page, places))?;
         }
         Ok(())
     };
@@ -442,7 +531,41 @@ pub fn load(maps: RawFd, memory: RawFd, file: RawFd, pages: u64, patience: u32) 
         let gone = |_| Err(Error::from(ErrorKind::Other));
         others.into_iter().map(|other| other.join().unwrap_or_else(gone)).fold(own, |all, one| all.and(one))
     })?;
-    Ok(format!("{written} {tries}"))
+    Ok(written)
+}
+
+/// Runs cut where one place ends and the next begins.
+fn split(runs: &[Run], places: &[Place]) -> Vec<Run> {
+    let mut cut = Vec::with_capacity(runs.len());
+    let mut before = 0;
+    let ends: Vec<u64> = places
+        .iter()
+        .map(|place| {
+            before += place.pages;
+            before
+        })
+        .collect();
+    for &run in runs {
+        let mut rest = run;
+        while let Some(&end) = ends.iter().find(|&&end| rest.first < end && end < rest.first + rest.count) {
+            cut.push(Run { count: end - rest.first, ..rest });
+            rest = Run { first: end, count: rest.first + rest.count - end, ..rest };
+        }
+        cut.push(rest);
+    }
+    cut
+}
+
+/// Where a page is that lies in one of `places`.
+fn address_of(page: u64, places: &[Place]) -> u64 {
+    let mut page = page;
+    for place in places {
+        if page < place.pages {
+            return place.address + page * PAGE as u64;
+        }
+        page -= place.pages;
+    }
+    u64::MAX // `table` has checked that there is none
 }
 
 /// The runs as (first page, count, where the data is or None for zeros), none longer than PIECE.
@@ -464,6 +587,7 @@ fn pieces(runs: &[Run]) -> Vec<(u64, usize, Option<usize>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::CString;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
     fn memfd(bytes: &[u8]) -> OwnedFd {
@@ -501,8 +625,8 @@ mod tests {
         let base = memfd(&[page(1), page(2), page(0), page(4), page(5)].concat());
         let now = memfd(&[page(1), page(7), page(8), page(0), page(5)].concat());
         let out = memfd(b"");
-        let place = Place { address: 0, pages: 5 };
-        let said = save(now.as_raw_fd(), -1, base.as_raw_fd(), out.as_raw_fd(), place).unwrap();
+        let place = [Place { address: 0, pages: 5 }];
+        let said = save(now.as_raw_fd(), -1, base.as_raw_fd(), out.as_raw_fd(), &place).unwrap();
         assert_eq!(said, "2 1 2 5");
         let bytes = content(&out);
         assert_eq!(&bytes[PAGE..3 * PAGE], &[page(7), page(8)].concat()[..]);
@@ -515,7 +639,7 @@ mod tests {
         let base = memfd(&[page(0), page(0), page(0)].concat());
         let now = memfd(&[page(1), page(0), page(3)].concat());
         let out = memfd(b"");
-        save(now.as_raw_fd(), -1, base.as_raw_fd(), out.as_raw_fd(), Place { address: 0, pages: 3 }).unwrap();
+        save(now.as_raw_fd(), -1, base.as_raw_fd(), out.as_raw_fd(), &[Place { address: 0, pages: 3 }]).unwrap();
         let good = content(&out);
         assert!(table(&good, 3).is_ok());
         assert!(table(&good, 4).is_err());
@@ -557,6 +681,57 @@ mod tests {
             (900 + many, 3, Some(data + PIECE * PAGE)),
         ];
         assert_eq!(found, wanted);
+    }
+
+    /// Own memory as a machine's, in two mappings: what is saved of it, loaded into it and saved as a whole.
+    #[test]
+    fn memory_in_two_places_is_one() {
+        let pages = 6;
+        let base = memfd(&[page(1), page(2), page(0), page(4), page(5), page(0)].concat());
+        let map = |pages: usize, offset: usize| {
+            let (prot, fd) = (libc::PROT_READ | libc::PROT_WRITE, base.as_raw_fd());
+            let at = unsafe {
+                libc::mmap(std::ptr::null_mut(), pages * PAGE, prot, libc::MAP_PRIVATE, fd, (offset * PAGE) as i64)
+            };
+            assert_ne!(at, libc::MAP_FAILED);
+            at.cast::<u8>()
+        };
+        let parts = [map(4, 0), map(2, 4)];
+        let places = [(0, 4), (1, 2)].map(|(at, pages)| Place { address: parts[at as usize] as u64, pages });
+        let write = |part: usize, page: usize, value: u8| unsafe {
+            std::ptr::write_bytes(parts[part].add(page * PAGE), value, PAGE)
+        };
+        let open = |name: &str| {
+            let path = CString::new(format!("/proc/self/{name}")).unwrap();
+            unsafe { OwnedFd::from_raw_fd(check(libc::open(path.as_ptr(), libc::O_RDWR)).unwrap()) }
+        };
+        let pagemap = unsafe {
+            let path = CString::new("/proc/self/pagemap").unwrap();
+            OwnedFd::from_raw_fd(check(libc::open(path.as_ptr(), libc::O_RDONLY)).unwrap())
+        };
+        let memory = open("mem");
+        write(0, 3, 9);
+        write(1, 0, 8);
+        write(1, 1, 0);
+        let out = memfd(b"");
+        let [mem, map] = [&memory, &pagemap].map(AsRawFd::as_raw_fd);
+        assert_eq!(save(mem, map, base.as_raw_fd(), out.as_raw_fd(), &places).unwrap(), "2 0 1 3");
+        let runs = table(&content(&out), pages).unwrap();
+        assert_eq!(runs, [Run { first: 3, count: 2, zero: false }]);
+        write(0, 3, 1);
+        write(1, 0, 1);
+        assert_eq!(load_at(mem, out.as_raw_fd(), &places).unwrap(), "2");
+        let seen = |part: usize, page: usize| unsafe { *parts[part].add(page * PAGE + 77) };
+        assert_eq!([seen(0, 2), seen(0, 3), seen(1, 0), seen(1, 1)], [0, 9, 8, 0]);
+        let whole = memfd(&vec![0; 6 * PAGE]);
+        assert_eq!(save_whole(mem, map, whole.as_raw_fd(), &places).unwrap(), "2");
+        assert_eq!(content(&whole), [page(0), page(0), page(0), page(9), page(8), page(0)].concat());
+    }
+
+    #[test]
+    fn places_are_pairs() {
+        assert!(places(&[]).is_err() && places(&[1]).is_err() && places(&[1, -1]).is_err());
+        assert_eq!(places(&[4096, 1, 8192, 7]).unwrap().iter().map(|place| place.pages).sum::<u64>(), 8);
     }
 
     #[test]

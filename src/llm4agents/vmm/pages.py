@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ MEMFD = "llm4agents-ram"
 """Name of the memfd that is a machine's memory: how its mapping is found."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _DAMAGED = 3
+_PRIVATE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p ([0-9a-f]+) \S+ (\d+)")
 _MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) (rw-[ps]) \S+ (\S+) (\d+) +/memfd:{MEMFD} ", re.MULTILINE)
 
 
@@ -61,6 +63,91 @@ def mapping(maps: str, size: int) -> Mapping | None:
         if end - start == size:
             return Mapping(start, found[3].endswith("p"), int(found[5]))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a machine's memory in its process; parts follow one another as the guest's memory does."""
+
+    address: int
+    bytes: int
+
+
+def of_file(maps: str, size: int) -> list[Place] | None:
+    """Where a file of `size` bytes is mapped privately and as a whole, in one part or several, in the text of
+    /proc/PID/maps: a clone's memory, whatever file that is. None when there is no such. Pure."""
+    parts = []
+    for line in maps.splitlines():
+        found = _PRIVATE.match(line)
+        if found is not None and found[4] != "0":
+            start, end, offset = (int(found[place], 16) for place in (1, 2, 3))
+            parts.append((int(found[4]), offset, Place(start, end - start)))
+    for inode in dict.fromkeys(inode for inode, _, _ in parts):
+        at = 0
+        whole: list[Place] = []
+        for offset, place in sorted(
+            ((offset, place) for of, offset, place in parts if of == inode), key=lambda each: each[0]
+        ):
+            if offset != at:
+                break
+            at += place.bytes
+            whole.append(place)
+        else:
+            if at == size:
+                return whole
+    return None
+
+
+def anonymous(maps: str, size: int) -> list[int]:
+    """Addresses of the writable private mappings of no file that have just `size` bytes. Pure."""
+    found = (_PRIVATE.match(line) for line in maps.splitlines())
+    return [
+        int(each[1], 16)
+        for each in found
+        if each is not None and each[4] == "0" and int(each[2], 16) - int(each[1], 16) == size
+    ]
+
+
+async def save_at(pid: int, places: Sequence[Place], base_fd: int, out_fd: int) -> Copied:
+    """As `save`, of a process whose memory is at `places`."""
+    with contextlib.ExitStack() as stack:
+        memory, pagemap = _opened(stack, pid)
+        words = ["--save-pages", *map(str, (memory, pagemap, base_fd, out_fd)), *_words(places)]
+        return Copied(*await _run(words, [memory, pagemap, base_fd, out_fd]))
+
+
+async def save_whole(pid: int, places: Sequence[Place], out_fd: int) -> int:
+    """Write all pages of `pid` at `places` that are not zero to the empty sparse file `out_fd`, which gets the size of
+    the memory. It must stand still. Returns how many; raises as `save`."""
+    os.ftruncate(out_fd, sum(place.bytes for place in places))
+    with contextlib.ExitStack() as stack:
+        memory, pagemap = _opened(stack, pid)
+        words = ["--save-memory", *map(str, (memory, pagemap, out_fd)), *_words(places)]
+        return (await _run(words, [memory, pagemap, out_fd]))[0]
+
+
+async def load_at(pid: int, places: Sequence[Place], pages_fd: int) -> int:
+    """As `load`, into a process whose memory is at `places`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            memory = _open(stack, f"/proc/{pid}/mem", os.O_RDWR)
+        except OSError as error:
+            raise unreadable(error) from error
+        words = ["--load-pages-at", *map(str, (memory, pages_fd)), *_words(places)]
+        return (await _run(words, [memory, pages_fd]))[0]
+
+
+def _opened(stack: contextlib.ExitStack, pid: int) -> tuple[int, int]:
+    """Descriptors of a process's memory and page map, for reading."""
+    try:
+        memory = _open(stack, f"/proc/{pid}/mem", os.O_RDONLY)
+        return memory, _open(stack, f"/proc/{pid}/pagemap", os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def _words(places: Sequence[Place]) -> list[str]:
+    return [str(number) for place in places for number in (place.address, place.bytes // PAGE)]
 
 
 async def save(pid: int, size: int, base_fd: int, out_fd: int) -> Copied:
@@ -208,6 +295,6 @@ async def _run(words: list[str], fds: list[int]) -> list[int]:
         raise CorruptSnapshotError(f"the pages of the snapshot are not what was written: {said}")
     if number in (str(errno.ENOSPC), str(errno.EDQUOT), str(errno.EFBIG)):
         raise CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
-    if number in (str(errno.EIO), str(errno.ESRCH)) and words[0] == "--load-pages":
+    if number in (str(errno.EIO), str(errno.ESRCH)) and words[0].startswith("--load-pages"):
         raise SandboxDiedError("the virtual machine ended while its memory was filled")
     raise VmmError(f"the memory of the virtual machine could not be copied: {said or 'no reason was given'}")

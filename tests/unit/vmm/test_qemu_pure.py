@@ -17,9 +17,9 @@ from llm4agents.errors import (
     NotFoundError,
     VersionMismatchError,
 )
-from llm4agents.vmm import pages, process, shim, snapshot, uids
+from llm4agents.vmm import host, pages, process, shim, snapshot, uids
 from llm4agents.vmm.base import Disk, Exit, MachineRecord, MachineSpec, Snapshot
-from llm4agents.vmm.qemu import command, probe, table
+from llm4agents.vmm.qemu import command, table
 
 ROOT = Disk("root", Path("/c/root.erofs"), "raw", True)
 UPPER = Disk("upper", Path("/s/upper.qcow2"), "qcow2", False, backing=(Path("/c/upper.raw"),))
@@ -311,7 +311,7 @@ def test_two_leases_are_never_the_same(tmp_path: Path) -> None:
 
 
 def test_the_probe_kernel_is_an_elf_with_a_pvh_entry() -> None:
-    image = probe.stub_kernel()
+    image = host.stub_kernel()
     assert image[:6] == b"\x7fELF\x02\x01"
     entry, phoff = struct.unpack_from("<QQ", image, 24)
     count = struct.unpack_from("<H", image, 56)[0]

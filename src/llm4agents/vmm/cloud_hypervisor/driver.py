@@ -16,6 +16,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, LLM4AgentsError, NotFoundError
+from llm4agents.vmm import host as shared
 from llm4agents.vmm import pages, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
@@ -24,7 +25,6 @@ from llm4agents.vmm.cloud_hypervisor.machine import NAME, CloudHypervisorMachine
 from llm4agents.vmm.jail.cell import Cells
 from llm4agents.vmm.jail.cgroups import Bounds
 from llm4agents.vmm.process import end_remains
-from llm4agents.vmm.qemu import probe as shared
 
 _MIB = 1 << 20
 _VMM_BYTES = 4 << 30

@@ -1,6 +1,6 @@
 """What this host can do with Cloud Hypervisor, by proof: its version, and whether KVM really runs a guest under it.
 
-As with QEMU (`vmm.qemu.probe`): a few instructions of our own are booted to their first byte on the serial line within
+As with QEMU: a few instructions of our own are booted to their first byte on the serial line within
 a deadline, and the answer is kept under everything it depends on.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError
+from llm4agents.vmm import host as shared
 from llm4agents.vmm import procfs
 from llm4agents.vmm.cloud_hypervisor import versions
-from llm4agents.vmm.qemu import probe as shared
 
 _VERSION_TIMEOUT_S = 20.0
 

@@ -77,13 +77,8 @@ class Cells:
         Raises HostSetupError.
         """
         binds = [shim.Bind(_open(stack, Path(path)), path, read_only=False) for path in devices]
-        parent = cgroups.shared(self._settings.cgroup)
-        if parent.path is None:
-            return Cell(self._jail(stack, binds, None), {"no-cgroup": _word(parent.why_not or "")})
-        made = cgroups.make(parent, name, bounds)
-        stack.callback(cgroups.let_go, made)
-        notes = {f"{_NO}{file}": _word(why) for file, why in made.lacking.items()}
-        return Cell(self._jail(stack, binds, made.fd), notes)
+        cgroup, notes = joined(self._settings, stack, name, bounds)
+        return Cell(self._jail(stack, binds, cgroup), notes)
 
     def _jail(self, stack: contextlib.ExitStack, binds: Sequence[shim.Bind], cgroup: int | None) -> shim.Jail:
         if self._closure is None:
@@ -117,6 +112,18 @@ class Cells:
             words = ended.console_tail.strip()[-500:] or "without a word"
             raise HostSetupError(f"{argv[0]} does not run in its jail (status {ended.code}): {words}")
         return started.jail
+
+
+def joined(
+    settings: Settings, stack: contextlib.ExitStack, name: str, bounds: cgroups.Bounds
+) -> tuple[int | None, dict[str, str]]:
+    """A cgroup for the machine `name` (its directory; None where there is none), and what of it this host lacks."""
+    parent = cgroups.shared(settings.cgroup)
+    if parent.path is None:
+        return None, {"no-cgroup": _word(parent.why_not or "")}
+    made = cgroups.make(parent, name, bounds)
+    stack.callback(cgroups.let_go, made)
+    return made.fd, {f"{_NO}{file}": _word(why) for file, why in made.lacking.items()}
 
 
 def missing(said: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
-from llm4agents.vmm import memory, pages, process, procfs, snapshot, uids
+from llm4agents.vmm import host, memory, pages, process, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Accelerator,
@@ -79,7 +79,7 @@ class QemuDriver:
                 raise HostSetupError(
                     f"LLM4AGENTS_ACCEL=kvm, but {why}", hint="unset it to use software emulation"
                 )
-        kvm = [str(probe.KVM_DEVICE)] if accelerator == "kvm" else []
+        kvm = [str(host.KVM_DEVICE)] if accelerator == "kvm" else []
         jail = await self._cells.prepare(
             qemu, modules=parts.modules(qemu), files=await parts.firmware(qemu), places=kvm
         )
@@ -92,9 +92,9 @@ class QemuDriver:
             differential_pause=await asyncio.to_thread(
                 pages.readable_children, uids.some_uid() if os.geteuid() == 0 else None
             ),
-            nested=accelerator == "tcg" or probe.kvm_nests(),
-            cpu="max" if accelerator == "tcg" else f"host {probe.cpu_identity()}",
-            tsc_khz=await probe.tsc_khz(cache),
+            nested=accelerator == "tcg" or host.kvm_nests(),
+            cpu="max" if accelerator == "tcg" else f"host {host.cpu_identity()}",
+            tsc_khz=await host.tsc_khz(cache),
             jail=jail,
         )
 
@@ -299,7 +299,7 @@ class QemuDriver:
                 )  # counted per uid: only where the uid is the VM's own
             memory_bytes = (spec.memory_mib + limits.VMM_MEMORY_MIB) * _MIB
             bounds = Bounds(memory_bytes, limits.VMM_PROCESSES_MAX, spec.vcpus, self._settings.io_max)
-            devices = [str(probe.KVM_DEVICE)] if can.accelerator == "kvm" else []
+            devices = [str(host.KVM_DEVICE)] if can.accelerator == "kvm" else []
             cell = self._cells.cell(stack, placement.id, bounds, devices)
             launch = shim_.Launch(
                 argv=built.argv,
@@ -399,7 +399,7 @@ def _gid(accelerator: Accelerator, lease: uids.Lease | None) -> int | None:
     if lease is None:
         return None
     if accelerator == "kvm":
-        device = probe.KVM_DEVICE.stat()
+        device = host.KVM_DEVICE.stat()
         if device.st_gid != 0 and device.st_mode & 0o060 == 0o060:
             return device.st_gid
     return lease.uid

@@ -57,6 +57,15 @@ def pool_of(text: str) -> tuple[PoolWish, ...]:
     return tuple(found)
 
 
+def rate_of(text: str) -> tuple[int | None, int | None]:
+    """`BYTES[/OPERATIONS]`, either empty for no bound, as numbers. Raises ValueError."""
+    parts = text.split("/")
+    if len(parts) > 2 or any(part and not (part.isdecimal() and 0 < int(part) < 1 << 63) for part in parts):
+        raise ValueError(text)
+    numbers = [int(part) if part else None for part in (*parts, "")]
+    return numbers[0], numbers[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What an operator or a user can set; each field is `LLM4AGENTS_<FIELD>` in the environment."""
@@ -86,6 +95,13 @@ class Settings:
     """Force `kvm` or `tcg`; unset means by proof."""
     qemu: str = "qemu-system-x86_64"
     cloud_hypervisor: str = "cloud-hypervisor"
+    firecracker: str = "firecracker"
+    jailer: str = "jailer"
+    """Firecracker's, of the same release."""
+    disk_rate: tuple[int | None, int | None] = (None, None)
+    """`LLM4AGENTS_DISK_RATE="BYTES[/OPERATIONS]"`: what each writable disk may do a second (Firecracker)."""
+    network_rate: tuple[int | None, int | None] = (None, None)
+    """`LLM4AGENTS_NETWORK_RATE="BYTES[/PACKETS]"`: the same for its NIC, in each direction."""
     server_idle_exit_s: float = limits.SERVER_IDLE_EXIT_S
     log_level: str = "info"
     memory_commit: float = limits.MEMORY_COMMIT
@@ -159,6 +175,15 @@ def load(env: Mapping[str, str]) -> Settings:
             raise InvalidRequestError(f"{_PREFIX}{name}={raw!r} is not a number from {low:g} to {high:g}")
         return value
 
+    def rate(name: str) -> tuple[int | None, int | None]:
+        try:
+            return rate_of(text(name) or "")
+        except ValueError:
+            raise InvalidRequestError(
+                f"{_PREFIX}{name}={text(name)!r}: expected BYTES or BYTES/OPERATIONS, a second, each a number above 0",
+                hint="for example 104857600/2000",
+            ) from None
+
     def pool() -> tuple[PoolWish, ...]:
         try:
             return pool_of(text("POOL") or "")
@@ -226,6 +251,10 @@ def load(env: Mapping[str, str]) -> Settings:
         accel=one_of("ACCEL", ("kvm", "tcg")),
         qemu=text("QEMU") or "qemu-system-x86_64",
         cloud_hypervisor=text("CLOUD_HYPERVISOR") or "cloud-hypervisor",
+        firecracker=text("FIRECRACKER") or "firecracker",
+        jailer=text("JAILER") or "jailer",
+        disk_rate=rate("DISK_RATE"),
+        network_rate=rate("NETWORK_RATE"),
         server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),
         log_level=text("LOG_LEVEL") or "info",
         memory_commit=number("MEMORY_COMMIT", limits.MEMORY_COMMIT, 0.01, 1.0) or limits.MEMORY_COMMIT,

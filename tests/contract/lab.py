@@ -28,16 +28,23 @@ from llm4agents.images.cache import Cache
 from llm4agents.images.initramfs import build_initrd
 from llm4agents.images.kernel import build_kernel
 from llm4agents.images.rootfs import build_rootfs
-from llm4agents.vmm import procfs
+from llm4agents.vmm import memory, procfs
 from llm4agents.vmm import snapshot as qemu_snapshot
 from llm4agents.vmm.base import Disk, Driver, Machine, MachineRecord, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.firecracker.driver import FirecrackerDriver
 from llm4agents.vmm.qemu.driver import QemuDriver
 
-MEMORY_MIB = 512
 UPPER_BYTES = 1 << 30
 
-DRIVERS: dict[str, Callable[[], Driver]] = {"qemu": lambda: QemuDriver(settings())}
-LOADERS: dict[str, Callable[[Path], Snapshot]] = {"qemu": qemu_snapshot.load}
+_MAKERS: dict[str, Callable[[], Driver]] = {
+    "qemu": lambda: QemuDriver(settings()),
+    "firecracker": lambda: FirecrackerDriver(settings()),
+}
+DRIVERS = {name: _MAKERS[name] for name in os.environ.get("LLM4AGENTS_TEST_DRIVERS", "qemu").split(",")}
+"""Those the suite runs on, by LLM4AGENTS_TEST_DRIVERS. None is left out for what its host lacks: that fails."""
+RAW = {"firecracker"}
+"""Whose disks are whole files."""
+MEMORY_MIB = {"qemu": 512, "firecracker": 256}
 
 
 @dataclass
@@ -50,14 +57,43 @@ class Frozen:
 
     @property
     def snapshot(self) -> Snapshot:
-        return LOADERS[self.driver](self.home / "snapshot")
+        return qemu_snapshot.load(self.home / "snapshot")
+
+    @property
+    def raw(self) -> bool:
+        return self.driver in RAW
+
+    def top(self, path: Path, layers: tuple[Path, ...] = ()) -> Disk:
+        """The file a clone writes to, over `layers` and the frozen disk where there are layers."""
+        if self.raw:
+            return Disk("upper", path, "raw", False)
+        return Disk("upper", path, "qcow2", False, backing=(*layers, self.home / "upper.raw"))
 
     def disks(self, overlay: Path, layers: tuple[Path, ...] = ()) -> tuple[Disk, ...]:
         root = next(part for part in self.spec.disks if part.slot == "root")
-        return (root, Disk("upper", overlay, "qcow2", False, backing=(*layers, self.home / "upper.raw")))
+        return (root, self.top(overlay, layers))
+
+    def fresh(self, path: Path) -> Path:
+        """`path`, made as a clone's top: what the template froze, and nothing of its own."""
+        if self.raw:
+            copy_sparse(self.home / "upper.raw", path)
+        else:
+            shutil.copyfile(self.home / "empty.qcow2", path)
+        return path
 
 
-async def build_spec(home: Path, memory_mib: int = MEMORY_MIB) -> MachineSpec:
+def copy_sparse(source: Path, target: Path) -> Path:
+    """A copy whose holes are holes."""
+    with source.open("rb") as of, target.open("xb") as to:
+        size = os.fstat(of.fileno()).st_size
+        to.truncate(size)
+        for start, end in memory.extents(of.fileno(), size):
+            while start < end:
+                start += os.copy_file_range(of.fileno(), to.fileno(), end - start, start, start)
+    return target
+
+
+async def build_spec(home: Path, memory_mib: int = 512) -> MachineSpec:
     """The parts of a small machine from the cache (built on the first run), with an upper disk of its own."""
     cache = Cache(settings().cache)
 
@@ -79,10 +115,10 @@ async def talk(machine: Machine, *, dirty: bool = False, timeout: float = 90.0) 
     return Agent(await Session.open(await machine.channel(), dirty=dirty, timeout=timeout))
 
 
-async def freeze(name: str, home: Path, memory_mib: int = MEMORY_MIB) -> Frozen:
+async def freeze(name: str, home: Path, memory_mib: int | None = None) -> Frozen:
     """Boot once, let it answer, freeze it."""
     driver = DRIVERS[name]()
-    machine_spec = await build_spec(home, memory_mib)
+    machine_spec = await build_spec(home, memory_mib or MEMORY_MIB[name])
     run_dir = home / "boot"
     run_dir.mkdir(mode=0o700)
     machine = await driver.boot(machine_spec, Placement("conformance-boot", run_dir, time.time() + 300))
@@ -95,7 +131,8 @@ async def freeze(name: str, home: Path, memory_mib: int = MEMORY_MIB) -> Frozen:
         await machine.snapshot(home / "snapshot")
     finally:
         await machine.stop()
-    await disk.make_overlay(home / "upper.raw", home / "empty.qcow2")
+    if name not in RAW:
+        await disk.make_overlay(home / "upper.raw", home / "empty.qcow2")
     return Frozen(name, home, machine_spec)
 
 
@@ -122,14 +159,18 @@ class Lab:
         run_dir.mkdir(mode=0o700)
         place = Placement(f"conformance-{os.getpid()}-{self._count}", run_dir, deadline_unix)
         if link is not None:
-            place = dataclasses.replace(place, tap=link.tap, serve=link.planted.names())
+            place = dataclasses.replace(
+                place,
+                tap=link.tap,
+                netns=link.planted.netns,
+                release_tap=link.release_tap,
+                serve=link.planted.names(),
+            )
         return place
 
     def overlay(self, directory: Path | None = None) -> Path:
         self._overlays += 1
-        path = (directory or self.home) / f"upper{self._overlays}.qcow2"
-        shutil.copyfile(self.frozen.home / "empty.qcow2", path)
-        return path
+        return self.frozen.fresh((directory or self.home) / f"upper{self._overlays}.top")
 
     async def restore(
         self,

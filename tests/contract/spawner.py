@@ -8,16 +8,16 @@ import json
 import sys
 from pathlib import Path
 
-from llm4agents.vmm.base import Disk, Placement
+from llm4agents.vmm.base import Placement
+from llm4agents.vmm.snapshot import load
 
-from .lab import DRIVERS, LOADERS, wake
+from .lab import DRIVERS, Frozen, wake
 
 
 async def main() -> None:
     name, home, run_dir, overlay, deadline = sys.argv[1], *map(Path, sys.argv[2:5]), float(sys.argv[5])
-    snapshot = LOADERS[name](home / "snapshot")
-    root = next(disk for disk in snapshot.spec.disks if disk.slot == "root")
-    disks = (root, Disk("upper", overlay, "qcow2", False, backing=(home / "upper.raw",)))
+    snapshot = load(home / "snapshot")
+    disks = Frozen(name, home, snapshot.spec).disks(overlay)
     machine = await DRIVERS[name]().restore(snapshot, Placement(run_dir.name, run_dir, deadline), disks)
     await machine.resume()
     await wake(machine)

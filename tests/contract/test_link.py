@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -150,7 +149,11 @@ def test_the_nic_goes_down_and_up_again(frozen: Frozen, link: Link) -> None:
         await reaches(agent, link.planted.tcp, ELSEWHERE, 80)
         # A guest's root may break what is its own: it wakes up all the same.
         assert (
-            await run(agent, "echo virtio7 > /sys/bus/virtio/drivers/virtio_net/unbind; ls /sys/class/net")
+            await run(
+                agent,
+                "echo $(basename $(readlink /sys/class/net/eth0/device)) > /sys/bus/virtio/drivers/virtio_net/unbind;"
+                " ls /sys/class/net",
+            )
         )[1] == "lo"
         with pytest.raises(Exception, match="no eth0"):
             await agent.network(True)
@@ -195,7 +198,7 @@ def test_a_paused_guest_wakes_on_another_link_and_old_connections_are_reset(
             await stand_still(machine, agent)
             checkpoint = await machine.checkpoint(lab.home / "pause", base=frozen.snapshot)
             snapshot = await checkpoint.durable(sync=False)
-        overlay = Path(str(lab.home / "upper1.qcow2"))
+        overlay = lab.home / "upper1.top"
         await machine.stop()
         again = await lab.restore(overlay=overlay, diff=snapshot, link=other)
         await again.resume()

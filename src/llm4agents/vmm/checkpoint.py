@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,12 +192,18 @@ class Parts:
         for name, fd in ((snapshot.STATE, self.state), (snapshot.PAGES, self._pages)):
             snapshot.check_part(self._diff, name, _digest_at(fd))
 
-    async def fill(self, pid: int) -> None:
-        """Write the pages into the memory of `pid`, and return when all of them are also known to be right."""
+    async def fill(self, pid: int, places: Sequence[pages.Place] | None = None) -> None:
+        """Write the pages into the memory of `pid`, and return when all of them are also known to be right.
+
+        `places`: where that memory is; None: it is named (`pages.MEMFD`) and may have yet to be mapped.
+        """
         size = self._diff.spec.memory_mib << 20
-        filling = asyncio.ensure_future(
+        work = (
             pages.load(pid, size, self._pages, timeout_s=limits.RESTORE_TIMEOUT_S)
+            if places is None
+            else pages.load_at(pid, places, self._pages)
         )
+        filling = asyncio.ensure_future(work)
         try:
             await asyncio.gather(filling, asyncio.shield(self._checking))
         finally:

@@ -197,7 +197,7 @@ def ending(code: int | None) -> str:
 
 def main() -> int:
     """`scripts/streams.py DIRECTORY`: where cargo puts what it builds for its tests."""
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", "--durations-min=5"]
     # No documentation tests: rustdoc may be a proxy without a toolchain.
     cargo = [
         os.environ.get("CARGO", "cargo"),

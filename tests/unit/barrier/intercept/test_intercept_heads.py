@@ -201,11 +201,11 @@ def test_small_chunks_are_read_together_and_end_by_themselves() -> None:
 @pytest.mark.parametrize("end", [b"", b"\x01", b"\x7f"])
 def test_no_head_takes_long_to_read(value: bytes, end: bytes) -> None:
     """A pattern that tried every way to tell blanks apart took minutes for one header, and everybody waited."""
-    began = time.monotonic()
+    began = time.process_time()
     raw = b"GET / HTTP/1.1\r\nHost: a\r\nA:" + value + end + b"\r\n\r\n"
     if end:
         with pytest.raises(BadHead):
             heads.parse(raw)
     else:
         assert heads.parse(raw).get(b"a") == value.strip()
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1

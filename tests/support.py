@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -200,19 +201,17 @@ class Node:
 
 
 @contextlib.contextmanager
-def copied_cache() -> Iterator[Path]:
-    """A cache with (hard links to) what the tests' cache has, and of its templates `base` alone: to be spoilt."""
+def copied_cache(*parts: str) -> Iterator[Path]:
+    """A cache of a test's own, to be spoilt, with (hard links to) those parts of the tests' cache."""
     real = config.settings().cache
-    place = (
-        real.parent / f"l4a-cache-{os.getpid()}"
-    )  # beside it: hard links reach no further than a file system
-    place.mkdir()
+    (real / "locks").mkdir(parents=True, exist_ok=True)
+    # Beside it: hard links reach no further than a file system.
+    place = Path(tempfile.mkdtemp(prefix=f"l4a-cache-{os.getpid()}-", dir=real.parent))
     try:
-        (real / "locks").mkdir(parents=True, exist_ok=True)
         # Other tests build in the real one meanwhile: as a prune does, wait until nobody is at it.
         with (real / "locks" / "cache.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for part in ("blobs", "index", "probe", "build/bin", "templates/base"):
+            for part in parts:
                 if (real / part).exists():
                     shutil.copytree(real / part, place / part, copy_function=os.link, symlinks=True)
         yield place

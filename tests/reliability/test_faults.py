@@ -470,7 +470,7 @@ def test_a_disk_that_fills_while_running_stops_the_guest_and_not_the_server(
 @pytest.mark.root
 def test_a_disk_that_fills_while_building_leaves_no_half_template(nodes: Make, small_disk: Path) -> None:
     """A copy of the cache below, 40 MiB of room above: enough to begin a build and not to end it."""
-    with copied_cache() as below:
+    with copied_cache("blobs", "index", "probe", "build/bin", "templates/base") as below:
         _fills_while_building(nodes, small_disk, below)
 
 

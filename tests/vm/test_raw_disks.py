@@ -25,6 +25,7 @@ from llm4agents.store import open_store
 from llm4agents.vmm.base import Capabilities
 from llm4agents.vmm.choice import Drivers
 from llm4agents.vmm.qemu.driver import QemuDriver
+from tests.support import copied_cache
 
 pytestmark = pytest.mark.vm
 
@@ -82,14 +83,8 @@ async def out(engine: Engine, sandbox: str, script: str) -> str:
 @pytest.fixture(scope="module")
 def cache() -> Iterator[Path]:
     """One of our own, with what templates are made of: what is built here is of no VMM that there is."""
-    home = Path(tempfile.mkdtemp(prefix="l4a-raw-"))
-    try:
-        for name in ("blobs", "index", "probe"):
-            if (config.settings().cache / name).is_dir():
-                shutil.copytree(config.settings().cache / name, home / name, copy_function=_link)
-        yield home
-    finally:
-        shutil.rmtree(home)
+    with copied_cache("blobs", "index", "probe") as place:
+        yield place
 
 
 def in_home(cache: Path, test: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
@@ -99,10 +94,6 @@ def in_home(cache: Path, test: Callable[[Path], Coroutine[Any, Any, None]]) -> N
         asyncio.run(test(home))
     finally:
         shutil.rmtree(home)
-
-
-def _link(source: str, target: str) -> None:
-    Path(target).hardlink_to(source)
 
 
 def test_the_life_of_a_sandbox_on_a_whole_file(cache: Path) -> None:

@@ -30,15 +30,14 @@ from llm4agents.barrier.ca import Authority
 from llm4agents.config import settings
 from llm4agents.images import process, spec
 from llm4agents.images.cache import Cache
-from llm4agents.images.initramfs import build_initrd
 from llm4agents.images.kernel import Kernel, build_kernel
 from llm4agents.images.rootfs import Rootfs, build_rootfs
 
-from .binaries import NAMES, Binary, find, sha256
+from .binaries import NAMES, Binary, find
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMAT = 1
-"""Changes when a laboratory built by older code would not do."""
+FORMAT = 2
+"""To be changed with what `laboratory` and this module bake in, when an older laboratory would not do."""
 HOME = "/lab"
 """In the guest: `bin`, `site` (packages), `cache`, `parts.json`; and of each run `tree`, `own`, `out`."""
 TEMPLATES = ("base", "python")
@@ -62,31 +61,22 @@ _LEFT_OUT = (
 @dataclass(frozen=True)
 class Ingredients:
     kernel: Kernel
-    initrd_digest: str
     rootfs: dict[str, Rootfs]
     vmms: dict[str, Binary]
     site: Path
 
     @property
     def digest(self) -> str:
-        """Of all that is baked in, and of what the machine around it is made of: 20 hex digits."""
-        packages = sorted(path.name for path in self.site.glob("*.dist-info"))
-        own = [sha256(Path(__file__).with_name(name)) for name in ("laboratory.py", "parts.py")]
+        """Of all that is baked in (20 hex digits), not of the machine around it: what cannot be loaded is made anew."""
         body = {
             "format": FORMAT,
-            "kernel": [self.kernel.digest, self.initrd_digest],
+            "kernel": self.kernel.digest,
             "rootfs": {name: made.digest for name, made in self.rootfs.items()},
             "vmms": {name: binary.sha256 for name, binary in self.vmms.items()},
-            "packages": packages,
+            "packages": sorted(path.name for path in self.site.glob("*.dist-info")),
             "debs": DEBS,
-            "made by": own,
-            "qemu": _qemu(),
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _qemu() -> str:
-    return subprocess.run([settings().qemu, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def collect() -> Ingredients:
@@ -94,18 +84,17 @@ def collect() -> Ingredients:
     vmms = find(settings().cache / "lab")
     cache = Cache(settings().cache)
 
-    async def images() -> tuple[Kernel, str, dict[str, Rootfs]]:
+    async def images() -> tuple[Kernel, dict[str, Rootfs]]:
         async with cache.building():
             kernel = await build_kernel(cache)
-            initrd = build_initrd(kernel, ours.path(ours.AGENT), cache, nested=True)
             authority = Authority.open(settings().ca_directory).certificate_pem
             made = {
                 name: await build_rootfs(spec.get(name), cache, authority=authority) for name in TEMPLATES
             }
-        return kernel, initrd.digest, made
+        return kernel, made
 
-    kernel, initrd_digest, rootfs = asyncio.run(images())
-    return Ingredients(kernel, initrd_digest, rootfs, vmms, Path(sysconfig.get_path("purelib")))
+    kernel, rootfs = asyncio.run(images())
+    return Ingredients(kernel, rootfs, vmms, Path(sysconfig.get_path("purelib")))
 
 
 def parts_json(made: Ingredients) -> bytes:

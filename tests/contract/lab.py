@@ -31,6 +31,7 @@ from llm4agents.images.rootfs import build_rootfs
 from llm4agents.vmm import memory, procfs
 from llm4agents.vmm import snapshot as qemu_snapshot
 from llm4agents.vmm.base import Disk, Driver, Machine, MachineRecord, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from llm4agents.vmm.firecracker.driver import FirecrackerDriver
 from llm4agents.vmm.qemu.driver import QemuDriver
 
@@ -39,12 +40,13 @@ UPPER_BYTES = 1 << 30
 _MAKERS: dict[str, Callable[[], Driver]] = {
     "qemu": lambda: QemuDriver(settings()),
     "firecracker": lambda: FirecrackerDriver(settings()),
+    "cloud-hypervisor": lambda: CloudHypervisorDriver(settings()),
 }
 DRIVERS = {name: _MAKERS[name] for name in os.environ.get("LLM4AGENTS_TEST_DRIVERS", "qemu").split(",")}
 """Those the suite runs on, by LLM4AGENTS_TEST_DRIVERS. None is left out for what its host lacks: that fails."""
-RAW = {"firecracker"}
+RAW = {"firecracker", "cloud-hypervisor"}
 """Whose disks are whole files."""
-MEMORY_MIB = {"qemu": 512, "firecracker": 256}
+MEMORY_MIB = {"qemu": 512, "firecracker": 256, "cloud-hypervisor": 256}
 
 
 @dataclass

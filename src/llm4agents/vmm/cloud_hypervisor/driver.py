@@ -16,8 +16,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError, LLM4AgentsError, NotFoundError
-from llm4agents.vmm import host as shared
-from llm4agents.vmm import pages, procfs, snapshot, uids
+from llm4agents.vmm import host, pages, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, command, frozen, place, probe
@@ -82,9 +81,9 @@ class CloudHypervisorDriver:
             why_not_kvm=None,
             private_memory_clone=True,
             differential_pause=await asyncio.to_thread(pages.readable_children, uids.some_uid()),
-            nested=shared.kvm_nests(),
-            cpu=f"host {shared.cpu_identity()}",
-            tsc_khz=await shared.tsc_khz(cache),
+            nested=host.kvm_nests(),
+            cpu=f"host {host.cpu_identity()}",
+            tsc_khz=await host.tsc_khz(cache),
             jail=jail,
             disk_format="raw",
             # A raw disk's file has its full size from the start; what it really holds no limit of a process bounds.
@@ -122,7 +121,7 @@ class CloudHypervisorDriver:
                 os.symlink(f"{api.BOOT_DIRECTORY}/{name}", name, dir_fd=ground.io)
             machine = await self._start(spec, placement, can, ground)
             try:
-                config = api.boot(spec, api.kernel_args(spec, can.tsc_khz), landlock=landlock())
+                config = api.boot(spec, api.kernel_args(spec), landlock=landlock())
                 await machine.started(config, ground.nic)
             except BaseException:
                 await asyncio.shield(machine.stop())

@@ -17,11 +17,10 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from llm4agents.errors import (
     CapacityError,
-    ConflictError,
     HostSetupError,
     VmmError,
 )
@@ -30,8 +29,6 @@ from llm4agents.vmm.base import Snapshot
 from llm4agents.vmm.checkpoint import STATE_BYTES_MAX
 
 CONFIG, STATE, RANGES = "config.json", "state.json", "memory-ranges"
-_PAGES_ONLY_TO: Final = 3_072
-"""MiB of memory that lie in one piece; what is more lies above the hole for devices, at 4 GiB."""
 
 
 def read_state(io: int) -> bytes:
@@ -175,41 +172,17 @@ def _checked(diff: Snapshot, name: str, size: int, stack: contextlib.ExitStack) 
     return file
 
 
-async def save_pages(pid: int, size: int, base_fd: int, out_fd: int) -> pages.Copied:
-    """As `pages.save`, of a clone whose memory is a private mapping of the file `base_fd` and no memfd of ours."""
-    inode = os.fstat(base_fd).st_ino
+async def save_pages(pid: int, base_fd: int, out_fd: int) -> pages.Copied:
+    """Write to `out_fd` the pages in which a clone's memory differs from `base_fd`, the file it has mapped privately.
+
+    Raises as `pages.save`.
+    """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
-        address = mapped(maps, inode, size)
-        memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise pages.unreadable(error) from error
-    try:
-        pagemap = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fds = [memory_fd, pagemap, base_fd, out_fd]
-            words = ["--save-pages", *map(str, (*fds, address, size // pages.PAGE))]
-            return pages.Copied(*await pages._run(words, fds))
-        finally:
-            os.close(pagemap)
-    finally:
-        os.close(memory_fd)
-
-
-def mapped(maps: str, inode: int, size: int) -> int:
-    """Where a process has the file `inode` mapped privately, all `size` bytes of it. Pure. Raises VmmError."""
-    for line in maps.splitlines():
-        where, rights, _, _, number, *_ = line.split(maxsplit=5)
-        start, end = (int(word, 16) for word in where.split("-"))
-        if rights == "rw-p" and int(number) == inode and end - start == size:
-            return start
-    raise VmmError(f"it has no memory of {size} bytes that is a clone's")
-
-
-def check_one_piece(memory_mib: int) -> None:
-    """Raises ConflictError where a machine's memory lies in two pieces: its pages are not looked for in both yet."""
-    if memory_mib > _PAGES_ONLY_TO:
-        raise ConflictError(
-            f"under Cloud Hypervisor a machine of {memory_mib} MiB cannot be paused by its pages",
-            hint=f"give it {_PAGES_ONLY_TO} MiB at most, or use the QEMU driver",
-        )
+    size = os.fstat(base_fd).st_size
+    places = pages.of_file(maps, size)
+    if places is None:
+        raise VmmError(f"process {pid} has no memory of {size} bytes that is a clone's")
+    return await pages.save_at(pid, places, base_fd, out_fd)

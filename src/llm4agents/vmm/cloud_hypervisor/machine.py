@@ -213,13 +213,12 @@ class CloudHypervisorMachine(LiveMachine):
         digest = await asyncio.to_thread(snapshot.digest, base.path)
         if self.record.extra.get("base", digest) != digest:
             raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
-        frozen.check_one_piece(base.spec.memory_mib)
         size, pid = base.spec.memory_mib << 20, self.record.vmm_pid
         with (base.path / snapshot.MEMORY).open("rb") as under:
 
             async def save_pages(out: int) -> pages.Copied:
                 if "base" in self.record.extra:
-                    return await frozen.save_pages(pid, size, under.fileno(), out)
+                    return await frozen.save_pages(pid, under.fileno(), out)
                 # Booted, not cloned (a cold resume): its memory is a file of its own.
                 ram = _ram_of(pid, size)
                 try:
@@ -298,7 +297,7 @@ def clear_away(record: MachineRecord) -> None:
 
 
 def _ram_of(pid: int, size: int) -> int:
-    """The memfd of a booted machine's memory; the caller closes it. Raises VmmError when it has none."""
+    """The memfd of a booted machine's memory; the caller closes it. Raises ConflictError when it is in two."""
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -310,7 +309,11 @@ def _ram_of(pid: int, size: int) -> int:
                 os.close(fd)
     except OSError as error:
         raise pages.unreadable(error) from error
-    raise VmmError(f"process {pid} has no memory of {size} bytes that is a machine's")
+    # Above 3 GiB there are two, on either side of the hole for devices.
+    raise ConflictError(
+        f"the {size >> 20} MiB of a machine that was booted from its disk cannot be looked through for what changed",
+        hint="under Cloud Hypervisor a cold resume can be paused again up to 3072 MiB",
+    )
 
 
 def _write_durably(path: Path, data: bytes) -> None:

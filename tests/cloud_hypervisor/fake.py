@@ -32,7 +32,9 @@ import schema
 VERSION = "53.0.0"
 AGENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "llm4agents-agent")
 MARK = 256
-"""The page that says how often the agent was connected to."""
+"""The page, in each piece of the memory, that says how often the agent was connected to."""
+LOW_BYTES, HIGH_AT = 3 << 30, 4 << 30
+"""Memory beyond that lies above the hole for devices."""
 PAGE = 4096
 FIRST_PORT = 1 << 30
 TUNGETIFF, IFF_TAP, IFF_VNET_HDR = 0x800454D2, 0x0002, 0x4000
@@ -59,6 +61,7 @@ class Vm:
         self.config, self.state = config, "Created"
         self.disks = {}
         self.nic = self.memory = self.agent = self.vsock = None
+        self.pieces, self.piece_fds = [], []
         self.stale = False
         self.connected = 0
 
@@ -90,25 +93,37 @@ class Vm:
         os.close(os.open(self.config["rng"]["src"], os.O_RDONLY))
         self.listen()
 
-    def map_memory(self):
+    def map_memory(self, mappings=None):
+        """`mappings`: where in the zone's file each piece lies, as a snapshot has it."""
         zones = self.config["memory"].get("zones", [])
         if self.config["memory"]["size"] != 0 or len(zones) != 1:
             raise refused("The VM could not boot", "User defined memory regions must be provided")
         zone = zones[0]
-        if "file" in zone:
-            shared = zone.get("shared", False)
-            fd = os.open(zone["file"], os.O_RDWR if shared else os.O_RDONLY)
-            kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        elif zone.get("shared"):
-            fd = os.memfd_create("ch_ram")
-            os.ftruncate(fd, zone["size"])
-            kind = mmap.MAP_SHARED
-        else:
+        if "file" not in zone and not zone.get("shared"):
             raise refused("The VM could not boot", "this fake has no anonymous memory")
-        if os.fstat(fd).st_size < zone["size"]:
-            raise refused("The VM could not boot", "Failed to map memory")
-        self.memory = mmap.mmap(fd, zone["size"], kind, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.memory_fd, self.memory_shared = fd, kind == mmap.MAP_SHARED
+        kind = mmap.MAP_SHARED if zone.get("shared") else mmap.MAP_PRIVATE
+        if mappings is None:
+            # Without a file each piece is one of its own, and begins it.
+            offset = LOW_BYTES if "file" in zone else 0
+            mappings = [{"gpa": 0, "size": min(zone["size"], LOW_BYTES), "file_offset": 0}]
+            if zone["size"] > LOW_BYTES:
+                high = {"gpa": HIGH_AT, "size": zone["size"] - LOW_BYTES, "file_offset": offset}
+                mappings.append(high)
+        for each in mappings:
+            if "file" in zone:
+                fd = os.open(zone["file"], os.O_RDWR if zone.get("shared") else os.O_RDONLY)
+                if os.fstat(fd).st_size < each["file_offset"] + each["size"]:
+                    raise refused("The VM could not boot", "Failed to map memory")
+            else:
+                fd = os.memfd_create("ch_ram")
+                os.ftruncate(fd, each["size"])
+            rights = mmap.PROT_READ | mmap.PROT_WRITE
+            self.pieces.append(mmap.mmap(fd, each["size"], kind, rights, offset=each["file_offset"]))
+            self.piece_fds.append(fd)
+        self.mappings, self.memory, self.memory_shared = mappings, self.pieces[0], kind == mmap.MAP_SHARED
+
+    def ranges(self):
+        return [{"gpa": each["gpa"], "length": each["size"]} for each in self.mappings]
 
     def load_kernel(self):
         payload = self.config["payload"]
@@ -124,9 +139,6 @@ class Vm:
         with open(payload["initramfs"], "rb") as file:
             self.memory[: PAGE * 4] = file.read(PAGE * 4).ljust(PAGE * 4, b"\0")
         print("Linux version (of a fake):", payload["cmdline"], flush=True)
-
-    def ranges(self):
-        return [{"gpa": 0, "length": len(self.memory)}]
 
     # -- the guest
 
@@ -178,7 +190,8 @@ class Vm:
             guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             guest.connect(self.agent_address)
             self.connected += 1
-            self.memory[MARK * PAGE : MARK * PAGE + 8] = struct.pack("<Q", self.connected)
+            for piece in self.pieces:
+                piece[MARK * PAGE : MARK * PAGE + 8] = struct.pack("<Q", self.connected)
             host.sendall(b"OK %d\n" % port)
             port += 1
             for pair in ((host, guest), (guest, host)):
@@ -312,7 +325,7 @@ class Api:
                 "Trying to snapshot while VM is running",
             )
         directory = wanted["destination_url"].removeprefix("file://")
-        manager = json.dumps({"memory_ranges": {"data": vm.ranges()}})
+        manager = json.dumps({"memory_ranges": {"data": vm.ranges()}, "guest_ram_mappings": vm.mappings})
         state = {
             "snapshots": {"memory-manager": {"snapshots": {}, "snapshot_data": {"state": manager}}},
             "snapshot_data": {"state": json.dumps({"fake": shape(vm.config)})},
@@ -322,17 +335,20 @@ class Api:
             os.write(fd, json.dumps(body).encode())
             os.close(fd)
         out = create_new(directory, "memory-ranges", doing, "Error creating memory snapshot file")
-        os.ftruncate(out, len(vm.memory))
+        os.ftruncate(out, sum(len(piece) for piece in vm.pieces))
         # Of a memory of its own the holes stay holes; a private mapping is written whole.
-        at = 0
-        while at < len(vm.memory):
-            if vm.memory_shared:
-                try:
-                    at = os.lseek(vm.memory_fd, at, os.SEEK_DATA)
-                except OSError:
-                    break
-            os.pwrite(out, vm.memory[at : at + 65536], at)
-            at += 65536
+        begin = 0
+        for piece, fd in zip(vm.pieces, vm.piece_fds, strict=True):
+            at = 0
+            while at < len(piece):
+                if vm.memory_shared:
+                    try:
+                        at = os.lseek(fd, at, os.SEEK_DATA)
+                    except OSError:
+                        break
+                os.pwrite(out, piece[at : at + 65536], begin + at)
+                at += 65536
+            begin += len(piece)
         os.close(out)
 
     def vm_restore(self, wanted, fds):
@@ -360,7 +376,7 @@ class Api:
         if shape(config) != frozen:
             raise refused(doing, "Cannot restore VM", f"a snapshot of {frozen}, restored as {shape(config)}")
         vm = Vm(config)
-        vm.map_memory()
+        vm.map_memory(manager["guest_ram_mappings"])
         try:
             fill(vm, f"{directory}/memory-ranges", manager["memory_ranges"]["data"])
         except OSError as error:
@@ -388,7 +404,7 @@ def fill(vm, path, ranges):
     """The data of the memory file to its places; its holes are left alone, since there memory is as it was mapped."""
     fd = os.open(path, os.O_RDONLY)
     cursor = 0
-    for each in ranges:
+    for each, piece in zip(ranges, vm.pieces, strict=True):
         end, at = cursor + each["length"], cursor
         while at < end:
             try:
@@ -400,8 +416,8 @@ def fill(vm, path, ranges):
             if at >= end:
                 break
             stop = min(os.lseek(fd, at, os.SEEK_HOLE), end)
-            place = each["gpa"] + at - cursor
-            vm.memory[place : place + stop - at] = os.pread(fd, stop - at, at)
+            place = at - cursor
+            piece[place : place + stop - at] = os.pread(fd, stop - at, at)
             at = stop
         cursor = end
     os.close(fd)

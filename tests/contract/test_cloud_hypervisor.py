@@ -38,7 +38,7 @@ from llm4agents.errors import (
 )
 from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
-from llm4agents.vmm import procfs, snapshot
+from llm4agents.vmm import pages, procfs, snapshot
 from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, command, probe
 from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
@@ -156,15 +156,16 @@ class World:
         run_dir.mkdir(mode=0o700)
         return Placement(f"fake-{os.getpid()}-{run_dir.name}", run_dir, time.time() + 60, **more)  # type: ignore[arg-type]
 
-    async def boot(self, **more: object) -> CloudHypervisorMachine:
-        spec = replace(self.bench.spec, disks=self.bench.disks(f"boot{time.monotonic_ns()}"))
+    async def boot(self, *, memory_mib: int = MEMORY_MIB, **more: object) -> CloudHypervisorMachine:
+        disks = self.bench.disks(f"boot{time.monotonic_ns()}")
+        spec = replace(self.bench.spec, disks=disks, memory_mib=memory_mib)
         machine = await self.driver.boot(spec, self.place(**more))
         self.machines.append(machine)
         return machine
 
-    async def frozen(self) -> Snapshot:
+    async def frozen(self, memory_mib: int = MEMORY_MIB) -> Snapshot:
         """A snapshot of a machine whose agent was talked to once."""
-        machine = await self.boot()
+        machine = await self.boot(memory_mib=memory_mib)
         await talk(machine)
         await machine.pause()
         made = await machine.snapshot(self.home / f"snap{time.monotonic_ns()}")
@@ -204,14 +205,25 @@ async def talk(machine: CloudHypervisorMachine) -> None:
 
 
 def talks(machine: CloudHypervisorMachine) -> int:
-    """How often its agent was connected to, as its memory has it."""
-    size = MEMORY_MIB << 20
-    for line in Path(f"/proc/{machine.record.vmm_pid}/maps").read_text().splitlines():
+    """How often its agent was connected to, as each piece of its memory has it."""
+    maps = Path(f"/proc/{machine.record.vmm_pid}/maps").read_text()
+    size = machine._spec.memory_mib << 20 if machine._spec is not None else MEMORY_MIB << 20
+    places = pages.of_file(maps, size) or [pages.Place(_booted(maps, size), size)]
+    with Path(f"/proc/{machine.record.vmm_pid}/mem").open("rb") as memory:
+        found = set()
+        for place in places:
+            memory.seek(place.address + fake.MARK * fake.PAGE)
+            found.add(int(struct.unpack("<Q", memory.read(8))[0]))
+    assert len(found) == 1
+    return found.pop()
+
+
+def _booted(maps: str, size: int) -> int:
+    """Where a booted machine has its memory in one piece."""
+    for line in maps.splitlines():
         start, end = (int(word, 16) for word in line.split()[0].split("-"))
         if end - start == size:
-            with Path(f"/proc/{machine.record.vmm_pid}/mem").open("rb") as memory:
-                memory.seek(start + fake.MARK * fake.PAGE)
-                return int(struct.unpack("<Q", memory.read(8))[0])
+            return start
     raise AssertionError("it has no memory")
 
 
@@ -314,6 +326,27 @@ def test_a_booted_one_is_paused_over_its_template_too(bench: Bench) -> None:
         await booted.pause()
         diff = await (await booted.checkpoint(world.home / "cold", base=base)).durable()
         assert talks(await world.restore(base, diff=diff)) == 5
+
+    in_world(bench, test)
+
+
+def test_memory_on_both_sides_of_the_hole_is_one_file(bench: Bench) -> None:
+    async def test(world: World) -> None:
+        base = await world.frozen(4096)
+        assert (base.path / snapshot.MEMORY).stat().st_size == 4096 << 20
+        clone = await world.restore(base)
+        assert talks(clone) == 1
+        await clone.resume()
+        await talk(clone)
+        assert talks(clone) == 2
+        await clone.pause()
+        diff = await (await clone.checkpoint(world.home / "cp", base=base)).durable()
+        assert talks(await world.restore(base, diff=diff)) == 2
+        assert talks(await world.restore(base)) == 1
+        booted = await world.boot(memory_mib=4096)
+        await booted.pause()
+        with pytest.raises(ConflictError, match="cannot be looked through"):
+            await booted.checkpoint(world.home / "cold", base=base)
 
     in_world(bench, test)
 

@@ -1,6 +1,7 @@
 """What our requests are held against is itself held against the real description, where that is at hand."""
 
 import hashlib
+import json
 import os
 import struct
 from dataclasses import replace
@@ -161,3 +162,22 @@ def test_what_the_vmm_wrote_is_read_as_hostile(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["secret"]
     finally:
         os.close(io)
+
+
+def test_memory_in_two_pieces_is_laid_out_in_one_file() -> None:
+    def state(*pieces: tuple[int, int], ranges: list[tuple[int, int]] | None = None) -> bytes:
+        mappings = [{"gpa": gpa, "size": size, "file_offset": 0} for gpa, size in pieces]
+        data = [{"gpa": gpa, "length": length} for gpa, length in (ranges or list(pieces))]
+        inner = json.dumps({"guest_ram_mappings": mappings, "memory_ranges": {"data": data}, "kept": 1})
+        manager = {"snapshot_data": {"state": inner}}
+        return json.dumps({"snapshots": {"memory-manager": manager, "other": 2}}).encode()
+
+    one = state((0, 100))
+    assert frozen.in_one_file(one, 100) == one
+    two = json.loads(frozen.in_one_file(state((0, 30), (40, 12)), 42))
+    inner = json.loads(two["snapshots"]["memory-manager"]["snapshot_data"]["state"])
+    assert [piece["file_offset"] for piece in inner["guest_ram_mappings"]] == [0, 30]
+    assert (inner["kept"], two["snapshots"]["other"]) == (1, 2)
+    for wrong in (state((0, 99)), state((0, 30), (40, 70), ranges=[(40, 70), (0, 30)]), b"{}", b"[1]"):
+        with pytest.raises(VmmError, match="not understood"):
+            frozen.in_one_file(wrong, 100)

@@ -43,6 +43,37 @@ def read_state(io: int) -> bytes:
     return raw
 
 
+def in_one_file(state: bytes, size: int) -> bytes:
+    """The state of a booted machine, for its memory of `size` bytes in one file.
+
+    Above 3 GiB a machine's memory lies in two pieces, on either side of the hole for devices. Booted, each is a file of
+    its own, and the state has both at the beginning of one (seen: a clone would get the low memory twice). Raises
+    VmmError when they are not what memory-ranges has in its order.
+    """
+    try:
+        whole = json.loads(state)
+        manager = whole["snapshots"]["memory-manager"]["snapshot_data"]
+        inner = json.loads(manager["state"])
+        pieces = sorted(inner["guest_ram_mappings"], key=lambda piece: int(piece["gpa"]))
+        written = [(int(each["gpa"]), int(each["length"])) for each in inner["memory_ranges"]["data"]]
+        if written != [(piece["gpa"], piece["size"]) for piece in pieces]:
+            raise ValueError(f"{written} was written of {pieces}")
+        at = 0
+        for piece in pieces:
+            piece["file_offset"] = at
+            at += int(piece["size"])
+        if at != size:
+            raise ValueError(f"it has {at} bytes and not {size}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VmmError(
+            f"the memory of a snapshot of Cloud Hypervisor is not understood: {error!r}"
+        ) from error
+    if len(pieces) == 1:
+        return state
+    manager["state"] = json.dumps(inner)
+    return json.dumps(whole).encode()
+
+
 def _read(io: int, name: str, size_max: int) -> bytes:
     fd = open_written(io, name)
     try:
@@ -177,12 +208,16 @@ async def save_pages(pid: int, base_fd: int, out_fd: int) -> pages.Copied:
 
     Raises as `pages.save`.
     """
+    return await pages.save_at(pid, mapped(pid, os.fstat(base_fd).st_size), base_fd, out_fd)
+
+
+def mapped(pid: int, size: int) -> list[pages.Place]:
+    """Where a clone has its memory: a file of `size` bytes, all of it, privately. Raises VmmError when it has not."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError as error:
         raise pages.unreadable(error) from error
-    size = os.fstat(base_fd).st_size
     places = pages.of_file(maps, size)
     if places is None:
-        raise VmmError(f"process {pid} has no memory of {size} bytes that is a clone's")
-    return await pages.save_at(pid, places, base_fd, out_fd)
+        raise VmmError(f"process {pid} has not mapped its memory of {size} bytes as a clone does")
+    return places

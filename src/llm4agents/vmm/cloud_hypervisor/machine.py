@@ -120,6 +120,8 @@ class CloudHypervisorMachine(LiveMachine):
         try:
             async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
                 await self.ask(api.RESTORE, api.restore(), fds=[tap])
+                if self._spec is not None:
+                    frozen.mapped(self.record.vmm_pid, self._spec.memory_mib << 20)
         except (LLM4AgentsError, TimeoutError) as error:
             raise await self._boot_error("did not load its snapshot", error) from error
         self._running = False
@@ -195,6 +197,7 @@ class CloudHypervisorMachine(LiveMachine):
                 try:
                     await self.ask(api.SNAPSHOT, api.snapshot(), timeout=limits.BUILD_TIMEOUT_S)
                     state = await asyncio.to_thread(frozen.read_state, io)
+                    state = frozen.in_one_file(state, self._spec.memory_mib << 20)
                     size = await asyncio.to_thread(frozen.save_memory, io, directory / snapshot.MEMORY)
                     await asyncio.to_thread(_write_durably, directory / snapshot.STATE, state)
                 finally:

@@ -420,6 +420,10 @@ class Templates:
                     upper.unlink()
                     await disk.make_upper(upper, limits.DISK_GIB << 30)
             progress("publish", "writing the template", None)
+            if (
+                upper.stat().st_uid != os.geteuid()
+            ):  # of the VMM that wrote it: the next to have that uid is another
+                os.chown(upper, os.geteuid(), os.getegid())
             upper.chmod(0o444)
             form = (await driver.capabilities()).disk_format
             await tops.of(form).finish(upper, built / parts.EMPTY, named=dest / parts.UPPER)

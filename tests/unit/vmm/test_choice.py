@@ -12,7 +12,7 @@ import pytest
 
 from llm4agents.config import VMMS, Settings, load
 from llm4agents.errors import HostSetupError, InvalidRequestError
-from llm4agents.vmm.base import Capabilities
+from llm4agents.vmm.base import Capabilities, Driver
 from llm4agents.vmm.choice import ORDER, ORDER_NESTED, Drivers, Found, canonical, choose
 
 KVM = Capabilities("", "1", "kvm", None, True, True, nested=False)
@@ -57,6 +57,14 @@ def test_every_vmm_has_a_place_in_both_orders() -> None:
     assert canonical(" Cloud_Hypervisor ") == "cloud-hypervisor"
     with pytest.raises(InvalidRequestError, match="no VMM 'bochs'"):
         canonical("bochs")
+
+
+@pytest.mark.parametrize("name", VMMS)
+def test_every_driver_is_one_and_is_called_what_it_is(name: str) -> None:
+    driver = Drivers(load({"HOME": "/nowhere"})).of(name)
+    assert driver.name == name
+    wanted = {what for what in vars(Driver) if not what.startswith("_") and callable(getattr(Driver, what))}
+    assert wanted and not {what for what in wanted if not callable(getattr(driver, what, None))}
 
 
 class Answers:

@@ -120,6 +120,9 @@ class FirecrackerDriver:
             "layout": api.layout_digest(spec),
         }
 
+    def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
+        return None
+
     # -- machines -----------------------------------------------------------------------------------------
 
     async def boot(self, spec: MachineSpec, placement: Placement) -> FirecrackerMachine:

@@ -78,6 +78,7 @@ fn try_enter(
     let null = step("opening /dev/null", sys::text("/dev/null").and_then(|name| sys::open(&name, libc::O_RDWR)))?;
     if config.launcher {
         step("making a mount namespace", mounts::leave())?;
+        step("making namespaces", namespaces::beside_a_jailers())?;
         for bind in &config.binds {
             step(&format!("binding {}", bind.path.to_string_lossy()), mounts::bind(bind, None))?;
         }

@@ -35,7 +35,7 @@ from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from llm4agents.vmm.firecracker.driver import FirecrackerDriver
 from llm4agents.vmm.qemu.driver import QemuDriver
 
-UPPER_BYTES = 1 << 30
+UPPER_BYTES = 1 << 28
 
 _MAKERS: dict[str, Callable[[], Driver]] = {
     "qemu": lambda: QemuDriver(settings()),

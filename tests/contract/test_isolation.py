@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from llm4agents.vmm.base import Disk
 from llm4agents.vmm.jail import isolation, promises
 from tests.support import stranger
 
-from .lab import Frozen, Lab, in_lab, run
+from .lab import Frozen, Lab, copy_sparse, in_lab, run
 
 pytestmark = pytest.mark.vm
 ROOT = os.geteuid() == 0
@@ -97,7 +96,7 @@ def test_a_paused_and_a_booted_machine_are_confined_too(frozen: Frozen) -> None:
     async def test(lab: Lab) -> None:
         assert told(isolation.report((await lab.restore()).record)) == []
         upper = lab.home / "upper.raw"
-        shutil.copyfile(frozen.home / "upper.raw", upper)
+        copy_sparse(frozen.home / "upper.raw", upper)
         root = next(disk for disk in frozen.spec.disks if disk.slot == "root")
         spec = dataclasses.replace(frozen.spec, disks=(root, Disk("upper", upper, "raw", False)))
         machine = await lab.driver.boot(spec, lab.placement())
@@ -136,7 +135,7 @@ def test_of_an_ordinary_users_machine_it_says_what_is_missing(
     frozen: Frozen, case: str, lacking: set[str]
 ) -> None:
     if frozen.driver != "qemu":
-        pytest.skip("Firecracker's jailer is root's alone")
+        pytest.skip("says nothing of Firecracker, whose jailer is root's alone")
     root = next(disk.path for disk in frozen.spec.disks if disk.slot == "root")
     # Below no directory that only root may enter.
     with tempfile.TemporaryDirectory(prefix="l4a-lab-", ignore_cleanup_errors=True) as box:

@@ -288,7 +288,7 @@ def test_a_booted_machine_is_copied_as_a_clone_is(frozen: Frozen) -> None:
 
 def test_the_layers_of_a_disk_after_switches(frozen: Frozen) -> None:
     if frozen.raw:
-        pytest.skip("its disks have no layers: the test after the next")
+        pytest.skip("says nothing of Firecracker, whose disks have no layers: the test after the next")
 
     async def test(lab: Lab) -> None:
         tops = [lab.overlay()]
@@ -390,7 +390,7 @@ def test_a_disk_that_is_a_file_is_copied_while_its_machine_stands_still(frozen: 
 
 def test_a_disk_that_cannot_be_switched_stays(frozen: Frozen) -> None:
     if frozen.raw:
-        pytest.skip("none of its disks can")
+        pytest.skip("says nothing of Firecracker, none of whose disks can be")
 
     async def test(lab: Lab) -> None:
         machine, agent = await lab.clone()

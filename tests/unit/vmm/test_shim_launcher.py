@@ -56,7 +56,7 @@ def test_a_jailer_has_every_right_and_what_it_becomes_is_the_shims_child(run_dir
             status = status_of(answer.vmm_pid)
             assert status["PPid"] == str(answer.shim_pid)
             assert status["Uid"].split() == [str(uids.UID_BASE)] * 4
-            for kind in ("pid", "mnt"):
+            for kind in ("pid", "mnt", "ipc", "uts", "cgroup"):
                 assert namespace(answer.vmm_pid, kind) != namespace("self", kind)
             first = first_of(answer.shim_pid, answer.vmm_pid)
             assert namespace(first, "pid") == namespace(answer.vmm_pid, "pid")

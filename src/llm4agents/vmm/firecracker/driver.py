@@ -171,7 +171,9 @@ class FirecrackerDriver:
 
     async def adopt(self, record: MachineRecord) -> FirecrackerMachine | None:
         same_boot = record.extra.get("host_boot_id") == procfs.host_boot_id()
-        layout = Layout(Path(record.extra["jail_base"]), str(record.extra["program"]))
+        # By its run_dir, as it was made: a record of something else leads to no other's jail.
+        base = jail.base_of(record.run_dir, self._settings.state)
+        layout = Layout(base, str(record.extra["program"]))
         alive = same_boot and procfs.alive(record.shim_pid, record.shim_start_ticks)
         if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
             machine = None
@@ -320,7 +322,6 @@ class FirecrackerDriver:
             extra={
                 "host_boot_id": procfs.host_boot_id(),
                 "jail": {**started.jail, **notes},
-                "jail_base": str(layout.base),
                 "program": layout.program,
                 "version": self._traits.text,
                 **({"base": base} if base is not None else {"identity": identity}),

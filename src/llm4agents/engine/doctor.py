@@ -22,6 +22,7 @@ from llm4agents.images.cache import Cache
 from llm4agents.images.process import PATH
 from llm4agents.vmm.base import Capabilities
 from llm4agents.vmm.choice import LABELS, Drivers, Found, choose
+from llm4agents.vmm.jail import cell, cgroups
 
 TOOLS = {
     "qemu-system-x86_64": "qemu-system-x86",
@@ -98,6 +99,13 @@ async def report_async(settings: Settings) -> dict[str, Any]:
         "only `nested=True` needs it",
         required=False,
     )
+    if can is not None:
+        lacking = cell.missing(can.jail)
+        if (
+            none := cgroups.none_here(cgroups.hierarchy(Path("/proc/self/mountinfo").read_text()))
+        ) is not None:
+            lacking.append(f"cgroups ({none})")
+        check("jail", not lacking, _jail(lacking, can), hardening.GUIDE, required=False)
     for name, ok, detail, hint in await network.checks(settings):
         check(name, ok, detail, hint, required=False)
     weak = hardening.here(kvm=accelerator == "kvm")
@@ -170,6 +178,14 @@ def _vmm(one: Found, found: list[Found], settings: Settings) -> dict[str, Any]:
         "hint": one.problem.hint if one.problem else None,
         "chosen_for": chosen,
     }
+
+
+def _jail(lacking: list[str], can: Capabilities) -> str:
+    """What is around a VMM here, as a trial found it. Pure."""
+    if lacking:
+        return f"VMMs run without {'; without '.join(lacking)}"
+    spaces = can.jail.get("ns", "of its own jailer").replace("+", ", ")
+    return f"namespaces {spaces}; root, filter of system calls, cgroup"
 
 
 def _named(can: Capabilities) -> str:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.shims import ROOT, console, ended, run_dir, started, status_of
+from tests.shims import ROOT, USER, as_user, console, ended, run_dir, started, status_of
 
 from llm4agents.errors import BootError
 from llm4agents.vmm import shim, uids
@@ -20,7 +20,8 @@ from llm4agents.vmm.waiting import readable
 
 __all__ = ["run_dir"]
 SHELL = os.path.realpath("/bin/sh")
-TOOLS = ["cat", "ls", "mount", "unshare", "sleep", "nsenter", "chroot", "mknod", "dd"]
+BOUND = ["/var/own", "/dev/null"]
+TOOLS = ["chmod", "cat", "ls", "mount", "unshare", "sleep", "nsenter", "chroot", "mknod", "dd"]
 NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
@@ -28,7 +29,7 @@ NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closure]:
     cache = tmp_path_factory.mktemp("cache")
     paths = [Path(os.path.realpath(shutil.which(tool) or tool)) for tool in TOOLS]
-    yield asyncio.run(closure(SHELL, cache, modules=paths, places=["/dev/null", "/etc/given"]))
+    yield asyncio.run(closure(SHELL, cache, modules=paths, places=["/dev/null", "/etc/given", "/var/own/"]))
     for directory, _, _ in os.walk(cache):
         Path(directory).chmod(0o700)
 
@@ -138,6 +139,29 @@ def test_seen_from_inside(run_dir: Path, root: Closure) -> None:
     assert said[2:] == ["given", "null", "end"]
 
 
+def test_in_a_directory_that_is_its_own_it_keeps_files_and_nothing_else(run_dir: Path, root: Closure) -> None:
+    own = run_dir / "own"
+    own.mkdir()
+    script = (
+        f"cd /var/own; echo kept > a && cat a; cat {SHELL} > sh; chmod 755 sh;"
+        " (./sh -c :) 2> /dev/null || echo refused; (mknod e c 1 1) 2> /dev/null || echo refused; echo end"
+    )
+
+    async def main() -> list[str]:
+        if ROOT:
+            os.chown(own, uids.UID_BASE, uids.UID_BASE)
+        fds = [os.open(path, os.O_PATH) for path in (own, "/dev/null")]
+        binds = [shim.Bind(fd, path, read_only=False) for fd, path in zip(fds, BOUND, strict=True)]
+        async with jailed(run_dir, root, script, *binds) as answer:
+            await ended(answer, run_dir)
+        for fd in fds:
+            os.close(fd)
+        return shim.read_exit(run_dir).console_tail.splitlines()
+
+    assert asyncio.run(main()) == ["kept", "refused", "refused", "end"]
+    assert (own / "a").read_text() == "kept\n"
+
+
 def test_killing_the_shim_ends_all_of_it(run_dir: Path, root: Closure) -> None:
     async def main() -> None:
         async with jailed(run_dir, root, "sleep 98 & echo up; sleep 99") as answer:
@@ -198,3 +222,58 @@ def test_a_closure_is_read_only_and_made_once(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory():
         for directory, _, _ in os.walk(tmp_path):
             Path(directory).chmod(0o700)
+
+
+@pytest.mark.skipif(not ROOT, reason="the other tests run as an ordinary user already")
+@pytest.mark.parametrize("chrooted", [False, True])
+def test_as_an_ordinary_user(chrooted: bool) -> None:
+    """Through a user namespace; where the kernel allows none, with what needs none."""
+    with tempfile.TemporaryDirectory(prefix="l4a-user-") as path:
+        home = Path(path)
+        secret, given = home / "secret", home / "given"
+        secret.write_text("of another program\n")
+        given.write_text("given\n")
+        script = f"cat {secret}; cat /etc/given; echo x > {home}/made; echo x > /dev/null; unshare -n sleep 0"
+        script += f" || echo refused; ls {home}; echo up; exec sleep 99"
+
+        async def main() -> None:
+            tools = [Path(os.path.realpath(shutil.which(tool) or tool)) for tool in TOOLS]
+            made = await closure(SHELL, home / "cache", modules=tools, places=["/etc/given"])
+            run_dir, fd = home / "run", os.open(made.path, os.O_PATH)
+            run_dir.mkdir(mode=0o700)
+            bind = shim.Bind(os.open(given, os.O_PATH), "/etc/given")
+            launch = shim.Launch(
+                argv=[SHELL, "-c", script],
+                env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
+                fds=[],
+                run_dir=run_dir,
+                rlimits={"core": 0},
+                jail=shim.Jail(fd, [bind], user=True),
+            )
+            answer = await shim.start(launch)
+            await console(run_dir, "up")
+            said, status = answer.jail, status_of(answer.vmm_pid)
+            assert status["Uid"].split() == [str(USER)] * 4
+            assert (status["Seccomp"], status["NoNewPrivs"], status["CapEff"]) == ("2", "1", "0" * 16)
+            lines = shim.console_tail(run_dir).splitlines()
+            if chrooted:
+                assert (said["no-ns"], said["seccomp"]) == ("Operation_not_permitted", "1")
+                # Its root is ours: landlock is what is between it and its user's files.
+                assert ("refused" in lines, "landlock" in said) == (True, lines == ["refused", "up"])
+            else:
+                assert said["ns"] == "user+mnt+pid+net+ipc+uts+cgroup"
+                assert (said["root"], said["proc"]) == ("pivot", "subset")
+                assert lines == ["given", "refused", "up"]
+                assert not {
+                    name for name in (*NAMESPACES, "user") if of(answer.vmm_pid, name) == of("self", name)
+                }
+            # Its memory is to be had by who started it, and by who owns its user namespace: as a pause needs it.
+            assert os.open(f"/proc/{answer.vmm_pid}/mem", os.O_RDONLY) > 0
+            os.kill(answer.shim_pid, signal.SIGTERM)
+            os.waitpid(answer.shim_pid, 0)
+            assert shim.read_exit(run_dir).reason == "stopped"
+            for directory, _, _ in os.walk(home / "cache"):
+                Path(directory).chmod(0o700)
+
+        as_user(home, main, chrooted=chrooted)
+        assert not (home / "made").exists()

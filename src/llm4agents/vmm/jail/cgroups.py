@@ -16,7 +16,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +92,16 @@ def own(cgroup: str) -> str | None:
     return None
 
 
+def none_here(top: Path | None) -> str | None:
+    """Why no VMM can have a cgroup on this host at all, given where the hierarchy is; None: one might. Only reads."""
+    if top is None:
+        return "this host has no cgroup v2 mounted"
+    if lacking := [name for name in NEEDED if name not in _words(top / "cgroup.controllers")]:
+        names = ", ".join(lacking)
+        return f"the host's cgroup v2 has no controller {names} (cgroup v1 has it, or it is switched off)"
+    return None
+
+
 # -- where: looked for ------------------------------------------------------------------------------------
 
 
@@ -108,12 +118,8 @@ def parent(wanted: str | None, *, proc: Path = Path("/proc")) -> Parent:
     top = hierarchy((proc / "self/mountinfo").read_text())
     mine = own((proc / "self/cgroup").read_text())
     try:
-        if top is None or mine is None:
-            raise _Useless("this host has no cgroup v2 mounted")
-        if lacking := [name for name in NEEDED if name not in _words(top / "cgroup.controllers")]:
-            raise _Useless(
-                f"the host's cgroup v2 has no controller {', '.join(lacking)} (cgroup v1 has it, or it is switched off)"
-            )
+        if (why_none := none_here(top)) is not None or top is None or mine is None:
+            raise _Useless(why_none or "our own cgroup is not known")
         if wanted is not None:
             inside = Path(wanted)
             path = inside if inside.is_relative_to(top) else top / str(inside).lstrip("/")
@@ -140,18 +146,27 @@ def shared(wanted: str | None) -> Parent:
 
 def _found(top: Path, mine: Path) -> Parent:
     """The parent where none is named."""
-    # In a leaf below the one to divide: systemd's `DelegateSubgroup`, or where an earlier server has put itself.
-    if mine != top and (_delegated(mine.parent) or (mine.name == _LEAF and os.access(mine.parent, os.W_OK))):
-        return _prepare(top, mine.parent)
-    if _delegated(mine) or _alone(mine):
-        return _prepare(top, mine)
-    if os.geteuid() == 0 and not (top / "cgroup.type").exists():
-        return _prepare(top, top / _OWN)
-    raise _Useless(
+    why: _Useless | None = None
+    for path in _candidates(top, mine):
+        try:
+            return _prepare(top, path)
+        except _Useless as reason:
+            why = why or reason
+    raise why or _Useless(
         f"our cgroup {mine} is not delegated to us, and other processes are in it"
         if os.access(mine / "cgroup.procs", os.W_OK)
         else f"our cgroup {mine} is not delegated to this user"
     )
+
+
+def _candidates(top: Path, mine: Path) -> Iterator[Path]:
+    # In a leaf below the one to divide: systemd's `DelegateSubgroup`, or where an earlier server has put itself.
+    if mine != top and (_delegated(mine.parent) or (mine.name == _LEAF and os.access(mine.parent, os.W_OK))):
+        yield mine.parent
+    if _delegated(mine) or _alone(mine):
+        yield mine
+    if os.geteuid() == 0 and not (top / "cgroup.type").exists():
+        yield top / _OWN
 
 
 def _prepare(top: Path, path: Path) -> Parent:

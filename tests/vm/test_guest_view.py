@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from llm4agents import limits
-from tests.support import Node
+from tests.support import PATIENCE, Node
 
 from .guests import DRIVERS, SLOTS, VIEWS, View, root, sections
 
 pytestmark = pytest.mark.vm
 
-AT_ONCE_MS = 5_000
+AT_ONCE_MS = 5_000 * PATIENCE
 """A refusal that came without waiting for anything, on a slow machine."""
 
 LOOK = {

@@ -47,8 +47,10 @@ mod newer {
     pub const PROCESS_MADVISE: c_long = 440;
     pub const MOUNT_SETATTR: c_long = 442;
     pub const QUOTACTL_FD: c_long = 443;
+    pub const FCHMODAT2: c_long = 452;
     pub const STATMOUNT: c_long = 457;
     pub const LISTMOUNT: c_long = 458;
+    pub const SETXATTRAT: c_long = 463;
     pub const OPEN_TREE_ATTR: c_long = 467;
     pub const IO_URING: [c_long; 3] = [425, 426, 427];
 }
@@ -74,6 +76,22 @@ const NOT_PERMITTED: &[libc::c_long] = &[
     libc::SYS_open_by_handle_at,
     libc::SYS_fanotify_init,
     libc::SYS_mknodat,
+    // Of files it was given and, as an ordinary user's, owns: who else may use them.
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    newer::FCHMODAT2,
+    newer::SETXATTRAT,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
     // Other namespaces.
     libc::SYS_unshare,
     libc::SYS_setns,
@@ -159,8 +177,10 @@ pub fn program() -> Vec<libc::sock_filter> {
         unless(IF_ANY_BIT, NEW_NAMESPACES, 1),
         refuse(libc::EPERM),
         allow,
-        // Sockets of the network are given, not made; vsock and some others know no namespaces.
-        unless(IF_EQUAL, libc::SYS_socket as u32, 3),
+        // Sockets of the network are given, not made; vsock and some others know no namespaces. A pair is made of two
+        // sockets of its family before the family is asked whether it has pairs: its module is loaded by then.
+        libc::sock_filter { code: IF_EQUAL, jt: 1, jf: 0, k: libc::SYS_socket as u32 },
+        unless(IF_EQUAL, libc::SYS_socketpair as u32, 3),
         plain(LOAD, FIRST_ARGUMENT_AT),
         libc::sock_filter { code: IF_EQUAL, jt: 1, jf: 0, k: libc::AF_UNIX as u32 },
         refuse(libc::EAFNOSUPPORT),
@@ -223,7 +243,7 @@ mod tests {
 
     #[test]
     fn what_no_vmm_needs_is_refused_and_the_rest_is_not() {
-        for number in [libc::SYS_mount, libc::SYS_ptrace, libc::SYS_bpf, libc::SYS_setns, newer::OPEN_TREE_ATTR] {
+        for number in [libc::SYS_mount, libc::SYS_ptrace, libc::SYS_bpf, libc::SYS_setns, libc::SYS_fchmod, newer::OPEN_TREE_ATTR] {
             assert_eq!(here(number, 0), EPERM);
         }
         for number in [newer::CLONE3, 425, 427] {
@@ -245,9 +265,11 @@ mod tests {
 
     #[test]
     fn only_local_sockets_are_made() {
-        assert_eq!(here(libc::SYS_socket, libc::AF_UNIX as u32), libc::SECCOMP_RET_ALLOW);
-        for family in [libc::AF_INET, libc::AF_VSOCK, libc::AF_NETLINK, libc::AF_PACKET] {
-            assert_eq!(here(libc::SYS_socket, family as u32), libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT as u32);
+        for call in [libc::SYS_socket, libc::SYS_socketpair] {
+            assert_eq!(here(call, libc::AF_UNIX as u32), libc::SECCOMP_RET_ALLOW);
+            for family in [libc::AF_INET, libc::AF_VSOCK, libc::AF_NETLINK, libc::AF_PACKET, libc::AF_TIPC] {
+                assert_eq!(here(call, family as u32), libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT as u32);
+            }
         }
     }
 

@@ -50,6 +50,8 @@ pub struct Config {
     pub jail: Option<i32>,
     /// `userns`: its namespaces are those of a new user namespace (1 or 0).
     pub userns: bool,
+    /// `need`, repeated: parts of the jail (`ns`, `root`, `landlock`, `seccomp`) without which nothing is to start.
+    pub need: Vec<String>,
     /// `bind`, repeated: `FD:ro|rw:PATH`; with `jail`, a path inside that root.
     pub binds: Vec<Bind>,
     /// `cgroup`: the directory the VMM joins; removed when it has ended.
@@ -106,6 +108,11 @@ impl Config {
         Ok(config)
     }
 
+    /// Whether nothing is to start without that part of the jail.
+    pub fn needs(&self, part: &str) -> bool {
+        self.need.iter().any(|name| name == part)
+    }
+
     fn set(&mut self, key: &str, value: &[u8]) -> Result<(), String> {
         // Split at NUL above: a CString cannot fail.
         let string = || CString::new(value).map_err(|_| format!("{key}: holds a NUL"));
@@ -130,6 +137,13 @@ impl Config {
             "grace_ms" => self.grace_ms = number(key, value)?,
             "console_bytes_max" => self.console_bytes_max = number(key, value)?,
             "jail" => self.jail = Some(number(key, value)?),
+            "need" => {
+                let name = std::str::from_utf8(value).map_err(|_| "need: not text")?;
+                if !["ns", "root", "landlock", "seccomp"].contains(&name) {
+                    return Err(format!("need: unknown part {name}"));
+                }
+                self.need.push(name.to_owned());
+            }
             "userns" => self.userns = flag(key, value)?,
             "launcher" => self.launcher = flag(key, value)?,
             "cgroup" => self.cgroup = Some(number(key, value)?),
@@ -241,6 +255,7 @@ mod tests {
             ("arg=/x|run_dir=/r|launcher=1|bind=3:ro:/a/../x|", "absolute"),
             ("arg=/x|run_dir=/r|launcher=1|bind=3:no:/x|", "ro or rw"),
             ("arg=/x|run_dir=/r|launcher=yes|", "1 or 0"),
+            ("arg=/x|run_dir=/r|need=luck|", "unknown part"),
             ("arg=/x|run_dir=/r|colour=red|", "versions"),
         ] {
             let error = parse(text).unwrap_err();

@@ -103,7 +103,7 @@ fn try_enter(
     step("huge pages off", check(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) }))?;
     let (argv, env) = (pointers(&config.argv), pointers(&config.env));
     if jailed {
-        restrict(config, own_root, &mut said);
+        restrict(config, own_root, &mut said)?;
         step("answering", sys::write_all(*failure, format!("{SAID}{}\n", said.join(",")).as_bytes()))?;
     }
     unsafe { libc::execve(argv[0], argv.as_ptr(), env.as_ptr()) };
@@ -128,6 +128,7 @@ fn change_view(config: &Config, around: Kind, why_not: Option<&str>, said: &mut 
         Err(mounts::Failure::Bind(path, error)) => {
             Err((format!("binding {}", path.to_string_lossy()), error))
         }
+        Err(mounts::Failure::Host(error)) if config.needs("root") => Err(("a root of its own".into(), error)),
         Err(mounts::Failure::Host(error)) => {
             said.push(format!("no-root={}", word(&error)));
             Ok(false)
@@ -136,7 +137,7 @@ fn change_view(config: &Config, around: Kind, why_not: Option<&str>, said: &mut 
 }
 
 /// What no capability is needed for: landlock, and last the filter of system calls.
-fn restrict(config: &Config, own_root: bool, said: &mut Vec<String>) {
+fn restrict(config: &Config, own_root: bool, said: &mut Vec<String>) -> Step<()> {
     let usable = config.binds.iter().filter(|bind| !bind.read_only).map(|bind| path_of(&bind.path));
     let usable: Vec<PathBuf> = usable.collect();
     let readable: Vec<PathBuf> = if own_root {
@@ -149,12 +150,15 @@ fn restrict(config: &Config, own_root: bool, said: &mut Vec<String>) {
     };
     match landlock::restrict(&readable, &usable) {
         Ok(version) => said.push(format!("landlock={version}")),
+        Err(error) if config.needs("landlock") => return Err(("landlock".into(), error)),
         Err(error) => said.push(format!("no-landlock={}", word(&error))),
     }
     match seccomp::install() {
         Ok(()) => said.push("seccomp=1".into()),
+        Err(error) if config.needs("seccomp") => return Err(("the filter of system calls".into(), error)),
         Err(error) => said.push(format!("no-seccomp={}", word(&error))),
     }
+    Ok(())
 }
 
 /// An error in one word: the answer's parts are between blanks and commas.

@@ -174,10 +174,13 @@ fn begin(config: &Config, console: OwnedFd, stderr: OwnedFd) -> Result<(libc::pi
         let (failure, failure_end) = sys::pipe().map_err(|error| format!("pipe: {error}"))?;
         let vmm = match namespaces::child(around) {
             Ok(vmm) => vmm,
-            Err(error) if around != Kind::Ours => {
+            Err(error) if around != Kind::Ours && !config.needs("ns") => {
                 why_not = Some(jail::word(&error));
                 around = Kind::Ours;
                 continue;
+            }
+            Err(error) if around != Kind::Ours => {
+                return Err(format!("namespaces of its own: {error} (sysctl user.max_net_namespaces?)"))
             }
             Err(error) => return Err(format!("fork: {error}")),
         };
@@ -198,11 +201,11 @@ fn begin(config: &Config, console: OwnedFd, stderr: OwnedFd) -> Result<(libc::pi
         }
         unsafe { libc::waitpid(vmm, std::ptr::null_mut(), 0) };
         match failed.strip_prefix(jail::WITHOUT) {
-            Some(words) if around != Kind::Ours => {
+            Some(words) if around != Kind::Ours && !config.needs("ns") => {
                 why_not = Some(words.replace([' ', ',', '\n'], "_"));
                 around = Kind::Ours;
             }
-            _ => return Err(failed.to_owned()),
+            _ => return Err(failed.trim_start_matches(jail::WITHOUT).to_owned()),
         }
     }
 }

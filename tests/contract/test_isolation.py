@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,18 @@ def test_a_process_that_has_no_business_there_is_found(frozen: Frozen) -> None:
     in_lab(frozen, test)
 
 
+def as_a_user(frozen: Frozen, case: str) -> dict[str, Any]:
+    root = next(disk.path for disk in frozen.spec.disks if disk.slot == "root")
+    # Below no directory that only root may enter.
+    with tempfile.TemporaryDirectory(prefix="l4a-lab-", ignore_cleanup_errors=True) as box:
+        Path(box).chmod(0o755)
+        argv = [sys.executable, "-m", "tests.contract.unprivileged", case, str(frozen.home), str(root), box]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.skipif(not ROOT, reason="prepares the system for an ordinary user: needs root")
 @pytest.mark.parametrize(
     ("case", "lacking"),
@@ -136,14 +149,7 @@ def test_of_an_ordinary_users_machine_it_says_what_is_missing(
 ) -> None:
     if frozen.driver != "qemu":
         pytest.skip("says nothing of Firecracker, whose jailer is root's alone")
-    root = next(disk.path for disk in frozen.spec.disks if disk.slot == "root")
-    # Below no directory that only root may enter.
-    with tempfile.TemporaryDirectory(prefix="l4a-lab-", ignore_cleanup_errors=True) as box:
-        Path(box).chmod(0o755)
-        argv = [sys.executable, "-m", "tests.contract.unprivileged", case, str(frozen.home), str(root), box]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr[-3000:]
-    body = json.loads(done.stdout)
+    body = as_a_user(frozen, case)
     assert (body["as_root"], body["differences"], body["ok"]) == (False, [], True)
     host = body["host"]
     found = {entry["name"] for entry in body["missing"]}
@@ -151,3 +157,10 @@ def test_of_an_ordinary_users_machine_it_says_what_is_missing(
     vmm = body["processes"][0]
     assert set(vmm["uids"]) == {65_534}
     assert {thread["seccomp"] for thread in vmm["threads"]} == {"filter"}
+
+
+@pytest.mark.skipif(not ROOT, reason="prepares the system for an ordinary user: needs root")
+def test_a_machine_gets_the_namespaces_that_others_got_or_does_not_start(frozen: Frozen) -> None:
+    if frozen.driver != "qemu":
+        pytest.skip("another jail")
+    assert "namespaces of its own" in as_a_user(frozen, "lost")["error"]

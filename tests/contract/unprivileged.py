@@ -2,7 +2,7 @@
 
 Prints its isolation report as JSON. It becomes an ordinary user itself, after it has made what such a user has: a copy
 of the frozen machine (directory FROZEN, root disk ROOT) and of our binaries in BOX, and a root that is no chroot, below
-which user namespaces may be made (CASE `works`; `chroot`: they may not).
+which user namespaces may be made (CASE `works`; `chroot`: they may not; `lost`: they may not any more).
 """
 
 import asyncio
@@ -15,8 +15,10 @@ import tempfile
 from pathlib import Path
 
 from llm4agents import binaries, config
+from llm4agents.errors import BootError
 from llm4agents.vmm import snapshot
 from llm4agents.vmm.jail import isolation
+from llm4agents.vmm.qemu.driver import QemuDriver
 from tests.barrier.unprivileged import USER, become_user, prepare
 
 from .lab import Frozen, lab, run, wake
@@ -48,8 +50,16 @@ def own(box: Path, frozen: Path, root_disk: Path) -> Frozen:
     return Frozen("qemu", home, dataclasses.replace(spec, disks=disks))
 
 
-async def look(frozen: Frozen) -> dict[str, object]:
+async def look(frozen: Frozen, case: str) -> dict[str, object]:
     async with lab(frozen) as it:
+        if case == "lost":
+            assert isinstance(it.driver, QemuDriver)
+            await it.driver.capabilities()
+            it.driver._cells._need = ("ns",)  # as after a trial that had them
+            try:
+                await it.restore()
+            except BootError as error:
+                return {"error": error.message}
         machine = await it.restore()
         await machine.resume()
         agent = await wake(machine)
@@ -62,10 +72,10 @@ def main() -> None:
     mine = own(Path(box), Path(frozen), Path(root_disk))
     place = Path(box) / "root"
     place.mkdir()
-    prepare(case, str(place))
+    prepare("works" if case == "works" else "chroot", str(place))
     os.environ["HOME"] = box
     become_user()
-    sys.stdout.write(json.dumps(asyncio.run(look(mine))))
+    sys.stdout.write(json.dumps(asyncio.run(look(mine, case))))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class Jail:
     """Descriptor of the directory of a cgroup (v2) of its own; it is removed when the VMM has ended."""
     user: bool = False
     """Through a user namespace: what an ordinary user can."""
+    need: Sequence[str] = ()
+    """Of `ns`, `root`, `landlock`, `seccomp`: what is not left out but an error where it cannot be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def encode(launch: Launch, placed: Sequence[int], status: int) -> bytes:
         records.append(("serve_socket", next(place)))
     if jail is not None:
         records += [("jail", next(place)), ("userns", int(jail.user))]
+        records += [("need", name) for name in jail.need]
     for part in (jail, launcher):
         if part is not None:
             for bind in part.binds:

@@ -25,6 +25,7 @@ from llm4agents.vmm.waiting import readable
 _log = logging.getLogger(__name__)
 _TRIAL_TIMEOUT_S = 20.0
 _NO = "no-"
+_PARTS = ("ns", "root", "landlock", "seccomp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Cells:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._closure: Closure | None = None
+        self._need: tuple[str, ...] = ()
         self._user = os.geteuid() != 0
 
     async def prepare(
@@ -61,6 +63,8 @@ class Cells:
         )
         self._closure = made
         said = await self._trial([program, "--version"])
+        # What could be had once every machine must have: a host that has run out of namespaces starts none without.
+        self._need = tuple(name for name in _PARTS if name in said)
         if words := missing(said):
             _log.warning("the jail of %s lacks here: %s", program, "; ".join(words))
         return said
@@ -83,7 +87,7 @@ class Cells:
     def _jail(self, stack: contextlib.ExitStack, binds: Sequence[shim.Bind], cgroup: int | None) -> shim.Jail:
         if self._closure is None:
             raise HostSetupError("the root for virtual machine monitors was not made: capabilities() first")
-        return shim.Jail(_open(stack, self._closure.path), binds, cgroup, self._user)
+        return shim.Jail(_open(stack, self._closure.path), binds, cgroup, self._user, self._need)
 
     async def _trial(self, argv: Sequence[str]) -> dict[str, str]:
         with contextlib.ExitStack() as stack:

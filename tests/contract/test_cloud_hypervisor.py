@@ -43,6 +43,8 @@ from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Placement, Snap
 from llm4agents.vmm.cloud_hypervisor import api, command, probe
 from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from llm4agents.vmm.cloud_hypervisor.machine import CloudHypervisorMachine
+from llm4agents.vmm.jail import isolation
+from llm4agents.vmm.jail.promises import compare, expected
 from tests.cloud_hypervisor import fake
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a jail like that only root can make")
@@ -248,6 +250,10 @@ def test_a_machine_boots_talks_stands_still_and_goes_on(bench: Bench) -> None:
         with pytest.raises(ConflictError, match="whole files"):
             await machine.switch_disk("upper", machine._spec.disks[1])  # type: ignore[union-attr]
         assert sorted(path.name for path in (machine.record.run_dir / "io").iterdir()) == [api.VSOCK]
+        report = await asyncio.to_thread(isolation.report, machine.record)
+        broken = compare(report, expected("cloud-hypervisor", root=True))
+        # The fake's guest is a process in its jail.
+        assert not [str(each) for each in broken if not each.host and each.name != "processes"]
         jail = machine.record.extra["jail"]
         assert jail["root"] == "pivot" and machine.record.uid != 0
         ended = await machine.stop()

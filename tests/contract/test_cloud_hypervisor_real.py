@@ -23,6 +23,8 @@ from llm4agents.vmm import snapshot
 from llm4agents.vmm.base import Capabilities, Disk, Placement
 from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from llm4agents.vmm.cloud_hypervisor.machine import CloudHypervisorMachine
+from llm4agents.vmm.jail import isolation
+from llm4agents.vmm.jail.promises import compare, expected
 
 from .lab import build_spec, run, talk, wake
 
@@ -68,6 +70,9 @@ def test_a_machine_is_frozen_cloned_paused_resumed_and_gone(able: Capabilities, 
         machines.append(booted := await driver.boot(spec, place()))
         agent = await talk(booted)
         seen = "grep -cE ' (svm|vmx) ' /proc/cpuinfo; test -e /dev/kvm; echo $?; cat /sys/block/vda/ro"
+        report = await asyncio.to_thread(isolation.report, booted.record)
+        broken = compare(report, expected("cloud-hypervisor", root=True))
+        assert not [str(each) for each in broken if not each.host]
         assert (await run(agent, f"{seen}; echo template > /dev/shm/state"))[1].split() == ["0", "1", "1"]
         await agent.freeze()
         await agent.session.quiesce()

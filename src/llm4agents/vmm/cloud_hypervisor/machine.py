@@ -104,10 +104,10 @@ class CloudHypervisorMachine(LiveMachine):
     async def started(self, config: dict[str, Any], tap: int) -> None:
         """Boot what `config` describes, its NIC on `tap`. Raises BootError with its words when it does not."""
         try:
-            async with asyncio.timeout(limits.RESTORE_TIMEOUT_S):
+            async with asyncio.timeout(limits.BOOT_TIMEOUT_S):
                 await self.ask(api.CREATE, config)
                 await self.ask(api.ADD_NET, api.net(), fds=[tap])
-                await self.ask(api.BOOT)
+                await self.ask(api.BOOT, timeout=limits.BOOT_TIMEOUT_S)  # it reads the kernel
         except (LLM4AgentsError, TimeoutError) as error:
             raise await self._boot_error("did not start", error) from error
         self._running = True

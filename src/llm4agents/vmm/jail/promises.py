@@ -41,6 +41,8 @@ class Part:
     """No process in its pid namespace but itself and its pid 1."""
     own_root: bool = False
     root_read_only: bool = False
+    places: tuple[str, ...] = ()
+    """Directories in its root, each with a `/` at its end, below which lies what is this machine's own to write to."""
     devices: frozenset[str] = frozenset()
     """Device nodes in its root."""
     kinds: frozenset[str] | None = None
@@ -121,6 +123,10 @@ def expected(driver: str, root: bool) -> dict[str, Part]:
             kinds=(vmm.kinds or frozenset()) | {"device userfaultfd", "userfaultfd"},
             limited=("fsize",),
         )
+    if driver == "cloud-hypervisor":
+        # It opens its disks by name, makes its vsock socket and writes its snapshots: where they are bound, and nowhere
+        # else in a root that is read-only itself.
+        vmm = replace(vmm, places=("/io/", "/disks/"))
     return {
         "vmm": vmm,
         "shim": Part(
@@ -286,8 +292,8 @@ def _rooted(process: Process, part: Part, report: Isolation) -> Found:
         yield "root", f"set-user-id files lie in its root: {_join(root.special[:4])}"
     if odd := [node for node in root.devices if node.rpartition("(")[2].rstrip(")") not in part.devices]:
         yield "root", f"devices lie in its root that it does not need: {_join(odd[:4])}"
-    if part.root_read_only and root.writable:
-        yield "root", f"it can write in its root: {_join(root.writable[:4])}"
+    if part.root_read_only and (open_to := [path for path in root.writable if not _own_place(path, part)]):
+        yield "root", f"it can write in its root: {_join(open_to[:4])}"
     mounts = process.mounts or ()
     if not any(mount.point == "/" for mount in mounts):
         yield "root", "its root is no mount of its own"
@@ -312,10 +318,19 @@ def _descriptors(process: Process, part: Part, report: Isolation) -> Found:
         which = f"descriptor {entry.number} ({entry.target})"
         if entry.kind not in part.kinds:
             yield "descriptors", f"{which} is a {entry.kind}, which it does not need"
-        elif entry.kind == "unix" and part.unix_below_run and not _own_socket(entry, report.run_dir):
+        elif (
+            entry.kind == "unix"
+            and part.unix_below_run
+            and not (_own_socket(entry, report.run_dir) or _own_place(entry.target, part))
+        ):
             yield "descriptors", f"{which} is a socket of somebody else's"
         elif part.sealed and entry.kind == "memory" and _unsealed(entry):
             yield "descriptors", f"{which} is memory of a template that is not sealed"
+
+
+def _own_place(path: str, part: Part) -> bool:
+    """Whether `path`, as the process sees it, is where this machine's own is."""
+    return any(f"{path}/" == place or path.startswith(place) for place in part.places)
 
 
 def _own_socket(entry: Descriptor, run_dir: str) -> bool:

@@ -152,7 +152,9 @@ class Run:
         for part in sorted(self.parts, key=lambda part: part.code != 0):
             for line in part.words:
                 say(line)
-            if part.code != 0 and not any(line.startswith(("FAILED", "ERROR")) for line in part.words):
+            if part.code is None:
+                say(f"FAILED {part.name}: not run")
+            elif part.code != 0 and not any(line.startswith(("FAILED", "ERROR")) for line in part.words):
                 say(f"FAILED {part.name}: {ending(part.code)}; its output is above")
         total: Counter[str] = Counter()
         for part in self.parts:
@@ -180,7 +182,9 @@ def read(text: str) -> tuple[list[str], Counter[str]]:
         number, what = piece.split()
         counts[{"errors": "error", "warnings": "warning"}.get(what, what)] += int(number)
     first = next((at for at in range(last, -1, -1) if SUMMARY.fullmatch(lines[at])), last)
-    return lines[first + 1 : last], counts
+    # What comes after it when somebody has pressed Ctrl-C is not of it.
+    end = next((at for at in range(first, last) if lines[at].startswith("!!!")), last)
+    return lines[first + 1 : end], counts
 
 
 def told(counts: Counter[str]) -> str:

@@ -105,6 +105,11 @@ def when(value: Any) -> str | None:
     return None if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def vmm(name: str | None, nested: bool) -> str | None:
+    """The VMM of a sandbox or template, for a table."""
+    return f"{name},nested" if name is not None and nested else name
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table: drawn on a terminal, columns of plain text elsewhere."""
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]

@@ -261,13 +261,14 @@ def ls(
             info.id,
             info.template,
             info.state,
+            output.vmm(info.vmm, info.nested),
             output.when(info.created_at),
             output.when(info.ends_at),
             info.reason or "",
         )
         for info in shown
     ]
-    output.table(("ID", "TEMPLATE", "STATE", "CREATED", "ENDS", "REASON"), rows)
+    output.table(("ID", "TEMPLATE", "STATE", "VMM", "CREATED", "ENDS", "REASON"), rows)
 
 
 def kill(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -27,17 +27,13 @@ def ls(json: options.Json = False) -> None:
             "yes" if item.get("built") else "no",
             item.get("vcpus"),
             f"{item['memory_mib']} MiB" if item.get("memory_mib") else None,
-            _vmm(item),
+            output.vmm(item.get("vmm"), bool(item.get("nested"))),
             output.size(item.get("bytes")) if item.get("built") else None,
             output.when(item.get("created_at")),
         )
         for item in found
     ]
     output.table(("NAME", "BUILT", "VCPUS", "MEMORY", "VMM", "SIZE", "CREATED"), rows)
-
-
-def _vmm(item: dict[str, Any]) -> str | None:
-    return f"{item['vmm']}, nested" if item.get("nested") else item.get("vmm")
 
 
 def build(

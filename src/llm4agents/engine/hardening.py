@@ -1,6 +1,7 @@
 """What of this host's own settings weakens the walls between sandboxes: for `doctor`.
 
 Reads a dozen files of /proc and /sys and judges them (docs/howto/production-host.md says why); changes nothing.
+What is missing of the jail is only what can be asked without making one: `doctor --isolation ID` reads a real one.
 Not here: whether sandboxes can run at all (`doctor`), how one of them is confined (`vmm.jail`).
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from llm4agents.vmm.jail.isolation import landlock_abi
 
 Read = Callable[[str], str | None]
 """The text of a file, stripped; None when it is not there or not ours to read."""
@@ -43,6 +46,28 @@ def found(read: Read, names: Callable[[str], list[str]], *, kvm: bool) -> Iterat
     groups = (read("/sys/fs/cgroup/cgroup.controllers") or "").split()
     if not {"memory", "pids"} <= set(groups):
         yield "no cgroup v2 with memory and pids: only limits of the process bound a VMM"
+
+
+def jail(read: Read, *, root: bool, landlock: int) -> Iterator[str]:
+    """What of a VMM's jail this host cannot give, each in a few words. `landlock`: its version here, 0 for none."""
+    if not landlock:
+        yield "the kernel has no landlock (`lsm=landlock,…`)"
+    if root:
+        return
+    yield "VMMs have our own uid: only root gives each one of its own"
+    for path, bad, what in (
+        ("/proc/sys/user/max_user_namespaces", "0", "user namespaces are switched off"),
+        ("/proc/sys/kernel/unprivileged_userns_clone", "0", "user namespaces are root's alone"),
+        ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "AppArmor restricts user namespaces"),
+    ):
+        if read(path) == bad:
+            name = path.removeprefix("/proc/sys/").replace("/", ".")
+            yield f"{what} ({name}={bad}): no namespaces, no root of its own"
+
+
+def jail_here() -> list[str]:
+    """The same of this host and user."""
+    return list(jail(_read, root=os.geteuid() == 0, landlock=landlock_abi()))
 
 
 def here(*, kvm: bool) -> list[str]:

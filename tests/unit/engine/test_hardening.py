@@ -52,6 +52,19 @@ def test_each_weakness_is_said_alone(path: str, text: str | None, words: str) ->
     assert words in said
 
 
+def test_what_of_the_jail_a_host_cannot_give() -> None:
+    files: dict[str, str] = {"/proc/sys/user/max_user_namespaces": "127000"}
+    assert list(hardening.jail(files.get, root=True, landlock=4)) == []
+    (said,) = hardening.jail(files.get, root=True, landlock=0)
+    assert "landlock" in said
+    (said,) = hardening.jail(files.get, root=False, landlock=4)
+    assert "only root" in said
+    files["/proc/sys/kernel/apparmor_restrict_unprivileged_userns"] = "1"
+    *_, said = hardening.jail(files.get, root=False, landlock=4)
+    assert "kernel.apparmor_restrict_unprivileged_userns=1" in said
+    assert list(hardening.jail(files.get, root=True, landlock=4)) == [], "root needs none"
+
+
 def test_the_processor_of_an_emulated_guest_is_not_there() -> None:
     bad = {
         "/sys/devices/system/cpu/smt/active": "1",

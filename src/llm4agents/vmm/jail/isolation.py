@@ -416,12 +416,12 @@ def _host(server: _Server) -> Host:
     return Host(
         kernel=platform.release(),
         cgroup2={"memory", "pids"} <= controllers,
-        landlock=_landlock_abi() > 0,
+        landlock=landlock_abi() > 0,
         swap=len(_text_of(Path("/proc/swaps")).splitlines()) > 1,
     )
 
 
-def _landlock_abi() -> int:
+def landlock_abi() -> int:
     """0 where the kernel has none, or has it switched off."""
     create_ruleset, version = 444, 1
     return max(0, int(ctypes.CDLL(None).syscall(create_ruleset, None, 0, version)))

@@ -3,8 +3,8 @@
 A part is one command, mostly a pytest process with some files of one directory; its output is printed whole when it
 ends. At the end come the failing tests of all parts and a total. Exit code: 0 if every part ended with 0.
 
-TEST_STREAMS says how many at a time (default: as many as processors, four at most). Ctrl-C is passed on to what runs,
-which cleans up; a second one ends it.
+TEST_STREAMS says how many at a time (default: as many as there are processors and memory for, four at most). Ctrl-C is
+passed on to what runs, which cleans up; a second one ends it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 STREAMS_MAX = 4
+STREAM_MIB = 3_584
+"""Memory of the host for each stream: a few guests and a server."""
 FILES_MAX = 5
 """Of a part: few enough that the last parts end at about the same time, many enough that starting pytest is nothing."""
 WHOLE = ("tests/unit", "tests/barrier/attacks")
@@ -71,7 +73,8 @@ def parts(root: Path = ROOT) -> list[tuple[str, list[str]]]:
 def streams() -> int:
     wish = os.environ.get("TEST_STREAMS")
     if wish is None:
-        return min(len(os.sched_getaffinity(0)), STREAMS_MAX)
+        memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        return max(1, min(len(os.sched_getaffinity(0)), memory_mib // STREAM_MIB, STREAMS_MAX))
     if not re.fullmatch(r"[1-9]\d?", wish):
         sys.exit(f"error: TEST_STREAMS={wish!r}: expected a number of parts at a time, from 1 to 99")
     return int(wish)

@@ -111,3 +111,12 @@ def test_a_second_ctrl_c_ends_what_does_not_clean_up(tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     said, _ = run.communicate(timeout=30)
     assert run.returncode == 1 and "deaf: ended by 15" in said
+
+
+def test_how_many_at_a_time_is_a_number(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "streams.py"), str(tmp_path)]
+    for wrong in ("0", "two", "-1", ""):
+        said = subprocess.run(
+            command, env={**os.environ, "TEST_STREAMS": wrong}, capture_output=True, text=True, check=False
+        )
+        assert said.returncode == 1 and "from 1 to 99" in said.stderr

@@ -56,7 +56,7 @@ def test_everything_promised_of_a_sandbox_holds_and_its_owner_can_see_it(node: N
             with stranger(node.vmm(sandbox)) as pid:
                 code, text = doctor(node, "--isolation", sandbox)
             assert code == 1
-            assert f"live in its pid namespace: {pid}\n" in text
+            assert f"1 more process lives in its pid namespace: {pid}\n" in text
         node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
         answer = node.http.get(path)
         assert answer.status_code == 409, answer.text

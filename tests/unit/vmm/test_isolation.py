@@ -340,7 +340,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         ({"namespaces": space(name)}, f"vmm: it is in the server's {name} namespace")
         for name in promises.ISOLATED
     ),
-    ({"companions": (12,)}, "vmm: 1 more processes live in its pid namespace: 12"),
+    ({"companions": (12,)}, "vmm: 1 more process lives in its pid namespace: 12"),
     ({"root": root(shared=True)}, "vmm: its root is the server's: every file of the host has a name for it"),
     ({"root": None}, "vmm: its root cannot be seen"),
     ({"root": root(working_directory_inside=False)}, "vmm: its working directory is not its root"),

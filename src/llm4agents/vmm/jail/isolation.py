@@ -243,11 +243,10 @@ def _companions(pid: int, namespaces: Mapping[str, Namespace] | None) -> tuple[i
         return None
     found = []
     for name in _numbered("/proc"):
-        if (
-            int(name) != pid
-            and _link(f"/proc/{name}/ns/pid") == own.id
-            and procfs.start_ticks(int(name)) is not None
-        ):
+        if int(name) == pid or _link(f"/proc/{name}/ns/pid") != own.id:
+            continue
+        inside = seen.numbers(seen.status(_text_of(Path(f"/proc/{name}/status"))).get("NSpid"))
+        if (inside or (0,))[-1] != 1 and procfs.start_ticks(int(name)) is not None:
             found.append(int(name))
     return tuple(sorted(found)[: limits.ISOLATION_THREADS_MAX])
 

@@ -38,7 +38,7 @@ class Part:
     """Of its own."""
     user_namespace: bool = False
     alone: bool = False
-    """No process in its pid namespace but itself and its pid 1."""
+    """No process in its pid namespace but itself and that namespace's first."""
     own_root: bool = False
     root_read_only: bool = False
     places: tuple[str, ...] = ()
@@ -268,10 +268,10 @@ def _spaces(process: Process, part: Part, report: Isolation) -> Found:
             yield "namespaces", f"its {name} namespace cannot be seen"
         elif spaces[name].shared:
             yield "namespaces", f"it is in the server's {name} namespace"
-    others = process.companions or ()
-    # Its pid 1 may be a process of ours that holds the namespace (`Launcher`).
-    if part.alone and len(others) > (0 if process.pid_inside == 1 else 1):
-        yield "processes", f"{len(others)} more processes live in its pid namespace: {_join(others[:8])}"
+    # The namespace's first may be a process of ours that holds it (`Launcher`).
+    if part.alone and (others := process.companions):
+        more = "process lives" if len(others) == 1 else "processes live"
+        yield "processes", f"{len(others)} more {more} in its pid namespace: {_join(others[:8])}"
 
 
 def _rooted(process: Process, part: Part, report: Isolation) -> Found:

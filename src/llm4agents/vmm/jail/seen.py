@@ -170,7 +170,7 @@ class Process:
     pid_inside: int | None
     """Its pid in its own pid namespace."""
     companions: tuple[int, ...] | None
-    """Other processes in its pid namespace (unless that is the server's)."""
+    """Other processes in its pid namespace (unless that is the server's) but that namespace's first."""
     root: Root | None
     mounts: tuple[Mount, ...] | None
     descriptors: tuple[Descriptor, ...] | None

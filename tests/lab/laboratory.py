@@ -80,7 +80,7 @@ class Report:
     exit_code: int | None
     tests: list[Outcome] = field(default_factory=list)
     vmms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By SHA-256 of `/proc/PID/exe`: name, version, how many processes."""
+    """By SHA-256 of `/proc/PID/exe`: what it says of its version, in how many processes it was seen."""
     seconds: float = 0.0
     output: str = ""
 

@@ -38,7 +38,8 @@ _REFUSED_PAUSE_S: Final = 0.02
 """Between two connections while a guest that boots has its vsock but not yet its agent: it refuses at once."""
 _SOCKET_PAUSE_S: Final = 0.001
 _SOCKET_TRIES: Final = 100
-_RESET_WAIT_S: Final = 2.0
+_RESET_WAIT_S: Final = 15.0
+"""Met by none but a guest that is held up: given up too early, the next connection is the one that is lost."""
 _MEMORY_WORDS: Final = "memory backing file"
 
 

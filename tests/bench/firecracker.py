@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,16 +66,9 @@ async def _answer(sock: Any) -> None:
 
 
 async def _spawn(directory: Path, netns: int, watch: Watch) -> tuple[subprocess.Popen[bytes], UnixHttp]:
-    libc = ctypes.CDLL(None, use_errno=True)
     with watched(directory) as made:
-        process = subprocess.Popen(
-            [probe.find(settings().firecracker), "--api-sock", api.API_SOCKET, "--level", "Error"],
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: libc.setns(netns, _CLONE_NEWNET),
-        )
+        # In a thread that is in that namespace: a child is where its parent's thread is, and no Python runs in it.
+        process = await asyncio.to_thread(_started, directory, netns)
         watch.step("spawn")
         while True:
             try:
@@ -87,6 +81,27 @@ async def _spawn(directory: Path, netns: int, watch: Watch) -> tuple[subprocess.
                     os.read(made, 4096)
             except OSError:
                 await asyncio.sleep(0.001)
+
+
+def _started(directory: Path, netns: int) -> subprocess.Popen[bytes]:
+    found: list[subprocess.Popen[bytes]] = []
+
+    def act() -> None:
+        if ctypes.CDLL(None, use_errno=True).setns(netns, _CLONE_NEWNET) == 0:
+            found.append(
+                subprocess.Popen(
+                    [probe.find(settings().firecracker), "--api-sock", api.API_SOCKET, "--level", "Error"],
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _files(directory: Path, frozen: Frozen, names: dict[str, Path]) -> None:

@@ -47,6 +47,8 @@ DRIVERS = {name: _MAKERS[name] for name in os.environ.get("LLM4AGENTS_TEST_DRIVE
 RAW = {"firecracker", "cloud-hypervisor"}
 """Whose disks are whole files."""
 MEMORY_MIB = {"qemu": 512, "firecracker": 256, "cloud-hypervisor": 256}
+PATIENCE = 1 if set(DRIVERS) <= {"qemu"} else 5
+"""Times as long is waited where guests run as guests of an emulated machine (the laboratory)."""
 
 
 @dataclass
@@ -114,7 +116,8 @@ async def build_spec(home: Path, memory_mib: int = 512) -> MachineSpec:
 
 
 async def talk(machine: Machine, *, dirty: bool = False, timeout: float = 90.0) -> Agent:
-    return Agent(await Session.open(await machine.channel(), dirty=dirty, timeout=timeout))
+    channel = await machine.channel()
+    return Agent(await Session.open(channel, dirty=dirty, timeout=timeout * PATIENCE))
 
 
 async def freeze(name: str, home: Path, memory_mib: int | None = None) -> Frozen:
@@ -245,7 +248,7 @@ def in_lab(frozen: Frozen, test: Callable[[Lab], object]) -> None:
     """Run the coroutine function `test` with a lab of its own."""
 
     async def main() -> None:
-        async with lab(frozen) as it, asyncio.timeout(120):
+        async with lab(frozen) as it, asyncio.timeout(120 * PATIENCE):
             await test(it)  # type: ignore[misc]
 
     asyncio.run(main())

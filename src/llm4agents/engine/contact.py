@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
-from llm4agents.errors import BootError, LLM4AgentsError, SandboxDiedError
+from llm4agents.errors import BootError, LLM4AgentsError, SandboxDiedError, TimedOutError
 from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
 from llm4agents.vmm.base import Exit, Machine
@@ -32,7 +33,7 @@ async def greet(machine: Machine, *, timeout: float, dirty: bool = False) -> Age
 
     Raises BootError with the tail of the console when the machine ends or stays silent.
     """
-    opening = asyncio.create_task(Session.open(await machine.channel(), timeout=timeout, dirty=dirty))
+    opening = asyncio.create_task(_opened(machine, timeout, dirty))
     ending = asyncio.create_task(machine.wait())
     try:
         await asyncio.wait({opening, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,6 +59,16 @@ async def greet(machine: Machine, *, timeout: float, dirty: bool = False) -> Age
             opening.cancel()
             with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
                 await opening
+
+
+async def _opened(machine: Machine, timeout: float, dirty: bool) -> Session:
+    """A session, its connection made first: with some VMMs that waits for the guest as well."""
+    began = time.monotonic()
+    try:
+        channel = await asyncio.wait_for(machine.channel(), timeout)
+    except TimeoutError:
+        raise TimedOutError(f"the guest took no connection within {timeout:g} s") from None
+    return await Session.open(channel, timeout=max(1.0, timeout - (time.monotonic() - began)), dirty=dirty)
 
 
 async def died(machine: Machine, error: LLM4AgentsError, what: str) -> LLM4AgentsError:

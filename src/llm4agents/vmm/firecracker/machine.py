@@ -23,6 +23,7 @@ from llm4agents.errors import (
     CorruptSnapshotError,
     LLM4AgentsError,
     SandboxDiedError,
+    TimedOutError,
     VmmError,
 )
 from llm4agents.vmm import checkpoint, pages, snapshot, unixhttp
@@ -190,6 +191,11 @@ class FirecrackerMachine(LiveMachine):
                     f"the virtual machine {self.record.id} ended: {describe(self._end.result())}"
                 )
             channel = await opening
+        except TimeoutError:
+            raise TimedOutError(
+                f"the guest of {self.record.id} took no connection in {limits.BOOT_TIMEOUT_S:g} s",
+                hint="the sandbox's serial log says how far the guest came",
+            ) from None
         finally:
             opening.cancel()
         self.channel_cut = False

@@ -1,8 +1,9 @@
 """What the Firecracker driver adds to Firecracker: boots and restores to the agent's answer, bare and driven.
 
-To be run where Firecracker runs: `python -m tests.bench.firecracker [ROUNDS]` as root, in the laboratory, or imported
-To be run as root where Firecracker runs: `python -m tests.bench.firecracker [ROUNDS [BOOTS]]`; or imported
-client code, from files that lie ready; driven is the driver as the engine uses it. Both wait for nothing by the clock.
+To be run as root where Firecracker runs, `python -m tests.bench.firecracker [ROUNDS [BOOTS]]` (in the laboratory:
+`python -m tests.lab shell`), or imported (`measure`). Bare is Firecracker itself, without shim, jailer or namespaces
+of its own, started and talked to by the same client code, from files that lie ready; driven is the driver as the
+engine uses it. Both wait for nothing by the clock.
 The last line is one JSON object: `restore_ratio`, `boot_ratio` (medians), and every step in ms.
 """
 

@@ -72,6 +72,10 @@ VOLUME_SLOT_BYTES: Final = 1_048_576
 TB_SIZE_MIB: Final = 128
 CLOSURE_BYTES_MAX: Final = 536_870_912
 """Program, libraries and firmware of one VMM: the root it is jailed in."""
+CLOSURE_KEPT_S: Final = 30 * 86_400
+"""How long such a root stays after its last use, once another is made."""
+CLOSURE_BUILD_S: Final = 3_600
+"""How old what a build has left must be to be taken for that of a killed one."""
 VMM_MEMORY_MIB: Final = 512
 """What a VMM's cgroup may take beyond its guest's memory: heap, translation cache, page cache of its disks."""
 VMM_PROCESSES_MAX: Final = 128

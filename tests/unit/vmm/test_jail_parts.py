@@ -72,6 +72,21 @@ def test_a_root_that_others_can_write_is_not_used(tmp_path: Path) -> None:
         Path(directory).chmod(0o700)
 
 
+def test_roots_that_nobody_uses_any_more_go_when_another_is_made(tmp_path: Path) -> None:
+    shell = os.path.realpath("/bin/sh")
+    old, used = (asyncio.run(closure.closure(shell, tmp_path, places=[f"/dev/{name}"])) for name in "ab")
+    left = tmp_path / "jail/.killed.x"
+    (left / "usr").mkdir(parents=True)
+    (left / "usr").chmod(0o555)
+    for path in (old.path, used.path, left):
+        os.utime(path, (1, 1))
+    assert asyncio.run(closure.closure(shell, tmp_path, places=["/dev/b"])) == used
+    made = asyncio.run(closure.closure(shell, tmp_path))
+    assert {entry.name for entry in (tmp_path / "jail").iterdir()} == {used.digest, made.digest}
+    for directory, _, _ in os.walk(tmp_path):
+        Path(directory).chmod(0o700)
+
+
 def test_firmware_is_the_first_of_its_name(tmp_path: Path) -> None:
     for name in ("one/pvh.bin", "two/pvh.bin", "two/kvmvapic.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

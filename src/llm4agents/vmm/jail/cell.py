@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm4agents import binaries
 from llm4agents.config import Settings
 from llm4agents.errors import BootError, HostSetupError
-from llm4agents.vmm import shim, uids
+from llm4agents.vmm import procfs, shim, uids
 from llm4agents.vmm.jail import cgroups
-from llm4agents.vmm.jail.closure import Closure, closure
+from llm4agents.vmm.jail.closure import Closure, closure, touch
 from llm4agents.vmm.waiting import readable
 
 _log = logging.getLogger(__name__)
 _TRIAL_TIMEOUT_S = 20.0
 _NO = "no-"
+_SETTINGS = (
+    "/proc/sys/user/max_user_namespaces",
+    "/proc/sys/user/max_net_namespaces",
+    "/proc/sys/kernel/unprivileged_userns_clone",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+    "/proc/self/attr/current",
+)
+"""Of the host, what allows or forbids a jail."""
 _PARTS = ("ns", "root", "landlock", "seccomp")
 
 
@@ -56,13 +68,17 @@ class Cells:
     ) -> dict[str, str]:
         """Make the root (see `closure`) and run `program --version` in it; returns what the shim said of the jail.
 
-        Raises HostSetupError when that does not run.
+        Tried once for each state of the host that it depends on. Raises HostSetupError when that does not run.
         """
         made = await closure(
             program, self._settings.cache / "build", modules=modules, files=files, places=places
         )
         self._closure = made
-        said = await self._trial([program, "--version"])
+        path = self._settings.cache / "probe" / f"jail-{_circumstances(program, made.digest)}.json"
+        said = _kept(path)
+        if said is None:
+            said = await self._trial([program, "--version"])
+            _keep(path, said)
         # What could be had once every machine must have: a host that has run out of namespaces starts none without.
         self._need = tuple(name for name in _PARTS if name in said)
         if words := missing(said):
@@ -87,6 +103,7 @@ class Cells:
     def _jail(self, stack: contextlib.ExitStack, binds: Sequence[shim.Bind], cgroup: int | None) -> shim.Jail:
         if self._closure is None:
             raise HostSetupError("the root for virtual machine monitors was not made: capabilities() first")
+        touch(self._closure.path)
         return shim.Jail(_open(stack, self._closure.path), binds, cgroup, self._user, self._need)
 
     async def _trial(self, argv: Sequence[str]) -> dict[str, str]:
@@ -145,6 +162,39 @@ def missing(said: Mapping[str, str]) -> list[str]:
     if said.get("proc") == "shared":
         found.append("a /proc of its own processes alone")
     return found
+
+
+def _circumstances(program: str, digest: str) -> str:
+    """A name for everything the trial's outcome depends on: what is run, by whom, on which host, as it is set now."""
+    shim_binary = binaries.path(binaries.SHIM)
+    found = shim_binary.stat()
+    parts = [program, digest, str(shim_binary), found.st_size, found.st_mtime_ns]
+    parts += [os.geteuid(), platform.release(), procfs.host_boot_id()]
+    for name in _SETTINGS:
+        with contextlib.suppress(OSError):
+            parts.append(f"{name} {Path(name).read_text().strip()}")
+    own = Path("/proc/self/status").read_text().splitlines()
+    parts += [line for line in own if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Seccomp:"))]
+    root = Path("/").stat()
+    parts += [root.st_dev, root.st_ino, str(Path("/proc/self/ns/user").readlink())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _kept(path: Path) -> dict[str, str] | None:
+    with contextlib.suppress(OSError, ValueError):
+        body = json.loads(path.read_text())
+        if isinstance(body, dict) and all(isinstance(value, str) for value in body.values()):
+            return body
+    return None
+
+
+def _keep(path: Path, said: Mapping[str, str]) -> None:
+    # A cache that cannot be written costs the next server a trial, no more.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(dict(said)))
+        temporary.rename(path)
 
 
 def _word(words: str) -> str:

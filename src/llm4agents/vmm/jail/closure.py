@@ -8,6 +8,7 @@ which files a VMM reads by name (its driver knows), how the root is entered (`sh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -152,7 +154,9 @@ def _made(directory: Path, sources: Mapping[str, str], places: Sequence[str]) ->
         path = directory / digest
         if not path.exists():
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            _forget(directory)
             _build(path, sources, places)
+        touch(path)
         found = path.lstat()
     except OSError as error:
         raise HostSetupError(
@@ -162,6 +166,30 @@ def _made(directory: Path, sources: Mapping[str, str], places: Sequence[str]) ->
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise HostSetupError(f"{path} is not ours alone: remove it, or set LLM4AGENTS_CACHE to another place")
     return Closure(path, digest)
+
+
+def touch(path: Path) -> None:
+    """It is in use: what nobody has used for long is removed when another is made."""
+    with contextlib.suppress(
+        OSError
+    ):  # of the file system or of somebody else: then it is not removed by us, either
+        os.utime(path)
+
+
+def _forget(directory: Path) -> None:
+    """Remove roots of programs that were replaced long ago, and what a killed build has left. Live VMMs have theirs
+    mounted and need no name of it any more."""
+    now = time.time()
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            kept_s = limits.CLOSURE_BUILD_S if path.name.startswith(".") else limits.CLOSURE_KEPT_S
+            if now - path.lstat().st_mtime > kept_s:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    _set_modes(path, 0o755)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _build(path: Path, sources: Mapping[str, str], places: Sequence[str]) -> None:
@@ -197,8 +225,7 @@ def _build(path: Path, sources: Mapping[str, str], places: Sequence[str]) -> Non
                 raise
     finally:
         if work.exists():
-            _set_modes(work, 0o755)
-            shutil.rmtree(work, ignore_errors=True)
+            _remove(work)
 
 
 def _set_modes(root: Path, mode: int) -> None:

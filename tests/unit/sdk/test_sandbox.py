@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import stat
 import threading
 import warnings
 from pathlib import Path
@@ -149,6 +150,20 @@ def test_upload_and_download_trees(sandbox: Sandbox, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be written"):
         sandbox.files.download("tree/run.sh", tmp_path / "no" / "such")
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_download_to_a_device_or_a_pipe_goes_into_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.files.write("note", "hello")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        sandbox.files.download("note", pipe)
+        assert os.read(reader, 100) == b"hello"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_errors_name_the_sandbox_and_say_what_to_do(sandbox: Sandbox) -> None:

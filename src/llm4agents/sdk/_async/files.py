@@ -275,9 +275,11 @@ class AsyncFiles(AsyncTrees):
         progress: Progress | None,
     ) -> None:
         Guard(target, allow=allow).check()
-        part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
+        # A device or a pipe is written to: put in its place, a file would take /dev/null from the whole host.
+        special = target.exists() and not target.is_file()
+        part = target if special else target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
         try:
-            out = part.open("xb")
+            out = part.open("wb" if special else "xb")
         except OSError as error:
             raise InvalidRequestError(
                 f"{target} cannot be written: {error.strerror}", path=str(target)
@@ -291,6 +293,8 @@ class AsyncFiles(AsyncTrees):
                         await async_blocking(out.write, piece)
                         got += len(piece)
                         await async_call(progress, got, info.size)
+            if special:
+                return
             if info.mode & 0o100:
                 part.chmod(part.stat().st_mode | 0o111 & ~_umask())
             try:
@@ -302,8 +306,9 @@ class AsyncFiles(AsyncTrees):
                 raise
             raise InvalidRequestError(f"{target} cannot be written: {error.strerror}") from error
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                part.unlink()
+            if not special:
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()
 
 
 def _of(progress: Progress | None, size: int) -> Progress | None:

@@ -270,9 +270,11 @@ class Files(Trees):
         progress: Progress | None,
     ) -> None:
         Guard(target, allow=allow).check()
-        part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
+        # A device or a pipe is written to: put in its place, a file would take /dev/null from the whole host.
+        special = target.exists() and not target.is_file()
+        part = target if special else target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
         try:
-            out = part.open("xb")
+            out = part.open("wb" if special else "xb")
         except OSError as error:
             raise InvalidRequestError(
                 f"{target} cannot be written: {error.strerror}", path=str(target)
@@ -286,6 +288,8 @@ class Files(Trees):
                         blocking(out.write, piece)
                         got += len(piece)
                         call(progress, got, info.size)
+            if special:
+                return
             if info.mode & 0o100:
                 part.chmod(part.stat().st_mode | 0o111 & ~_umask())
             try:
@@ -297,8 +301,9 @@ class Files(Trees):
                 raise
             raise InvalidRequestError(f"{target} cannot be written: {error.strerror}") from error
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                part.unlink()
+            if not special:
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()
 
 
 def _of(progress: Progress | None, size: int) -> Progress | None:

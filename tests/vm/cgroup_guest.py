@@ -59,7 +59,7 @@ async def main() -> dict[str, object]:
     parent = cgroups.parent("l4a-test")
     found: dict[str, object] = {
         "controllers": sorted(parent.controllers),
-        "default": str(cgroups.parent(None)),
+        "default": str(cgroups.parent(None).path),
     }
     root = await closure(SHELL, HOME, modules=[Path(tool) for tool in TOOLS])
     roomy = cgroups.Bounds(200 * MIB, 32, 0.5)

@@ -43,6 +43,8 @@ def test_memory_and_processes_end_at_the_bound_and_the_cgroup_goes(box: Sandbox)
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"memory", "pids", "cpu"} <= set(found["controllers"])
+    # Root's, where none is named and none was delegated.
+    assert found["default"] == "/sys/fs/cgroup/llm4agents"
     # All of it is killed, not the one process that was over.
     assert found["hog"] == {"code": None, "signal": 9, "said": "", "left": False}
     assert (found["many"]["code"] or 0) > 0

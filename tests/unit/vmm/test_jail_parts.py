@@ -3,6 +3,7 @@
 import asyncio
 import os
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,8 @@ def test_a_named_cgroup_is_used_or_refused_with_a_reason(tmp_path: Path) -> None
     for wanted in ("given", "/given", str(path)):
         found = cgroups.parent(wanted, proc=host.proc)
         assert (found.path, found.missing) == (path, None)
-    host.group("busy", procs="7 8 9")
-    with pytest.raises(HostSetupError, match="3 processes are in"):
+    host.group("busy", procs="1 1 1")
+    with pytest.raises(HostSetupError, match="3 processes that are not ours are in"):
         cgroups.parent("busy", proc=host.proc)
     host.group("bare", on="cpu")
     with pytest.raises(HostSetupError, match="no controller memory, pids"):
@@ -164,6 +165,23 @@ def test_a_named_cgroup_is_used_or_refused_with_a_reason(tmp_path: Path) -> None
     part = host.group("part", on="memory pids")
     (part / "cgroup.controllers").write_text("memory pids")
     assert "no controller cpu, io" in str(cgroups.parent("part", proc=host.proc).missing)
+
+
+def test_a_cgroup_that_we_are_alone_in_is_divided_and_we_go_into_a_leaf(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    (host.top / "cgroup.type").touch()
+    with subprocess.Popen(["/bin/sleep", "60"]) as worker:
+        mine = host.group("mine", procs=f"{os.getpid()} {worker.pid}")
+        leaf = host.group("mine/server")
+        assert cgroups.parent(None, proc=host.proc).path == mine
+        assert (leaf / "cgroup.procs").read_text() == str(
+            worker.pid
+        )  # the last one written: no kernel keeps a list
+        # From the leaf the next one finds it again.
+        (host.proc / "self/cgroup").write_text("0::/mine/server\n")
+        (mine / "cgroup.procs").write_text("")
+        assert cgroups.parent(None, proc=host.proc).path == mine
+        worker.kill()
 
 
 def test_without_a_cgroup_it_says_why(tmp_path: Path) -> None:

@@ -176,12 +176,15 @@ def _prepare(top: Path, path: Path) -> Parent:
             path.mkdir()
         real_root = path == top and not (top / "cgroup.type").exists()
         if not real_root and (inside := _words(path / "cgroup.procs")):
-            # A cgroup that gives controllers to its children has no processes of its own.
-            if inside != [str(os.getpid())]:
-                raise _Useless(f"{len(inside)} processes are in {path} itself")
+            # A cgroup that gives controllers to its children has no processes of its own: ours (workers of the
+            # server among them) go into a leaf, anybody else's stay where they are.
+            if others := [pid for pid in inside if not _ours(int(pid))]:
+                raise _Useless(f"{len(others)} processes that are not ours are in {path} itself")
             leaf = path / _LEAF
             leaf.mkdir(exist_ok=True)
-            (leaf / "cgroup.procs").write_text("0")
+            for pid in inside:
+                with contextlib.suppress(ProcessLookupError):
+                    (leaf / "cgroup.procs").write_text(pid)
         if path.parent == top and not (top / "cgroup.type").exists():
             _switch_on(top)
         controllers = _switch_on(path)
@@ -212,8 +215,19 @@ def _delegated(path: Path) -> bool:
 def _alone(path: Path) -> bool:
     """Whether it is ours to divide since nobody else is in it: a container's, or one somebody made for us."""
     with contextlib.suppress(OSError):
-        return os.access(path, os.W_OK) and _words(path / "cgroup.procs") == [str(os.getpid())]
+        inside = _words(path / "cgroup.procs")
+        return os.access(path, os.W_OK) and bool(inside) and all(_ours(int(pid)) for pid in inside)
     return False
+
+
+def _ours(pid: int) -> bool:
+    """Whether that process is we or below us."""
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return True  # it has ended meanwhile
+    return pid == os.getpid()
 
 
 def _words(path: Path) -> list[str]:

@@ -42,6 +42,10 @@ def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> Any:
     return answer
 
 
+PASSED_ON = ("LLM4AGENTS_BIN_DIR", "LLM4AGENTS_ACCEL", "LLM4AGENTS_CGROUP")
+"""Of the environment's settings: what says where things are on this host, or forces what all tests run on."""
+
+
 class Node:
     """A server process with its own state and sockets, and a plain HTTP client of it."""
 
@@ -53,7 +57,7 @@ class Node:
         self.cache = cache
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("LLM4AGENTS_")},
-            **{k: v for k, v in os.environ.items() if k in ("LLM4AGENTS_BIN_DIR", "LLM4AGENTS_ACCEL")},
+            **{k: v for k, v in os.environ.items() if k in PASSED_ON},
             "LLM4AGENTS_STATE": str(self.state),
             "LLM4AGENTS_RUN": str(self.run),
             "LLM4AGENTS_CACHE": str(cache),

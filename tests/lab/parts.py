@@ -42,7 +42,7 @@ HOME = "/lab"
 """In the guest: `bin`, `site` (packages), `cache`, `parts.json`; and of each run `tree`, `own`, `out`."""
 TEMPLATES = ("base", "python")
 """Whose root file systems are in it."""
-DEBS = ("nftables", "e2fsprogs", "qemu-utils", "iproute2")
+DEBS = ("nftables", "e2fsprogs", "qemu-utils", "iproute2", "mount")
 """What a host of ours has and the guest lacks."""
 _LEFT_OUT = (
     "mypy",

@@ -21,13 +21,12 @@ from typing import Any
 import pytest
 
 from llm4agents import limits
-from llm4agents.config import settings
 from llm4agents.engine import contact
 from llm4agents.errors import PathNotFoundError
 from llm4agents.guest.verbs import Agent, Service
 from llm4agents.images import disk
-from llm4agents.vmm.base import Disk, MachineSpec, Placement, Snapshot
-from llm4agents.vmm.qemu.driver import QemuDriver
+from llm4agents.vmm.base import Disk, Driver, MachineSpec, Placement
+from tests.contract.lab import DRIVERS, RAW, Frozen
 from tests.support import Node
 from tests.vm.test_images import parts
 
@@ -228,15 +227,11 @@ async def until_drawn(agent: Agent, count: int) -> None:
             await agent.ping()
 
 
-async def draw_in_a_clone(
-    driver: QemuDriver, frozen: Snapshot, disks: tuple[Disk, ...], home: Path
-) -> list[bytes]:
+async def draw_in_a_clone(driver: Driver, frozen: Frozen, home: Path) -> list[bytes]:
     """What the drawer draws in a clone of `frozen` once it is thawed."""
     home.mkdir(mode=0o700)
-    await disk.make_overlay(disks[1].path, home / "upper.qcow2")
-    overlay = Disk("upper", home / "upper.qcow2", "qcow2", False, backing=(disks[1].path,))
     place = Placement(f"drawer-{home.name}-{os.getpid()}", home, time.time() + 600)
-    machine = await driver.restore(frozen, place, (disks[0], overlay))
+    machine = await driver.restore(frozen.snapshot, place, frozen.disks(frozen.fresh(home / "upper.top")))
     try:
         await machine.resume()
         agent = await contact.greet(machine, timeout=limits.RESTORE_TIMEOUT_S)
@@ -259,8 +254,8 @@ async def draw_in_a_clone(
         await machine.stop()
 
 
-async def draw_in_two_clones(home: Path) -> tuple[list[bytes], list[bytes]]:
-    driver = QemuDriver(settings())
+async def draw_in_two_clones(name: str, home: Path) -> tuple[list[bytes], list[bytes]]:
+    driver = DRIVERS[name]()
     try:
         shape, rootfs = await parts("base")
         await disk.make_upper(home / "upper.raw", limits.DISK_GIB << 30)
@@ -277,20 +272,24 @@ async def draw_in_two_clones(home: Path) -> tuple[list[bytes], list[bytes]]:
             await agent.freeze()
             await agent.session.quiesce()
             await machine.pause()
-            frozen = await machine.snapshot(home / "snapshot")
+            await machine.snapshot(home / "snapshot")
             await agent.session.close()
         finally:
             await machine.stop()
-        first = await draw_in_a_clone(driver, frozen, disks, home / "first")
-        return first, await draw_in_a_clone(driver, frozen, disks, home / "second")
+        if name not in RAW:
+            await disk.make_overlay(home / "upper.raw", home / "empty.qcow2")
+        frozen = Frozen(name, home, spec)
+        first = await draw_in_a_clone(driver, frozen, home / "first")
+        return first, await draw_in_a_clone(driver, frozen, home / "second")
     finally:
         await driver.close()
 
 
-def test_a_process_that_draws_while_it_is_frozen_draws_nothing_twice() -> None:
+@pytest.mark.parametrize("name", sorted(DRIVERS))
+def test_a_process_that_draws_while_it_is_frozen_draws_nothing_twice(name: str) -> None:
     home = Path(tempfile.mkdtemp(prefix=f"l4a-draw-{os.getpid()}-"))
     try:
-        first, second = asyncio.run(draw_in_two_clones(home))
+        first, second = asyncio.run(draw_in_two_clones(name, home))
     finally:
         shutil.rmtree(home)
     assert len(first) >= ENOUGH and len(second) >= ENOUGH

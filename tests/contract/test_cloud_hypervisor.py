@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -152,9 +153,10 @@ class World:
     def __init__(self, bench: Bench, driver: CloudHypervisorDriver, home: Path) -> None:
         self.bench, self.driver, self.home = bench, driver, home
         self.machines: list[CloudHypervisorMachine] = []
+        self._places = itertools.count()
 
     def place(self, **more: object) -> Placement:
-        run_dir = self.home / f"run{len(list(self.home.iterdir()))}"
+        run_dir = self.home / f"run{next(self._places)}"
         run_dir.mkdir(mode=0o700)
         return Placement(f"fake-{os.getpid()}-{run_dir.name}", run_dir, time.time() + 60, **more)  # type: ignore[arg-type]
 
@@ -446,6 +448,12 @@ def test_what_does_not_fit_is_refused_in_words(bench: Bench) -> None:
         with pytest.raises(HostSetupError, match="cannot be opened"):
             gone = replace(disks[1], path=world.home / "gone")
             await world.driver.restore(base, world.place(), (disks[0], gone))
+        memory = base.path / snapshot.MEMORY
+        memory.rename(world.home / "memory")
+        memory.write_bytes(b"cut off")
+        with pytest.raises(VersionMismatchError, match="7 bytes"):
+            await world.restore(base)
+        (world.home / "memory").rename(memory)
         # Its own refusal comes with its words, and nothing is left of it.
         (base.path / snapshot.STATE).write_text('{"snapshots": {}}')
         with pytest.raises(BootError, match=r"did not load its snapshot.*KeyError"):

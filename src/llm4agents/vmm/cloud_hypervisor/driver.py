@@ -15,7 +15,13 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.errors import BootError, HostSetupError, LLM4AgentsError, NotFoundError
+from llm4agents.errors import (
+    BootError,
+    HostSetupError,
+    LLM4AgentsError,
+    NotFoundError,
+    VersionMismatchError,
+)
 from llm4agents.vmm import host, pages, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
@@ -297,7 +303,10 @@ def _memory(base: Snapshot, size: int) -> Path:
     except OSError as error:
         raise HostSetupError(f"{path} cannot be read: {error.strerror}", hint=_REBUILD) from error
     if found != size:
-        raise HostSetupError(f"{path} has {found} bytes and not {size}", hint=_REBUILD)
+        raise VersionMismatchError(
+            f"{path} is {found} bytes, not the {size} its manifest says",
+            hint="remove the template and build it again",
+        )
     return path
 
 

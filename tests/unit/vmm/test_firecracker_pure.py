@@ -78,6 +78,7 @@ def test_a_machine_is_configured_whole_and_in_one_order() -> None:
     assert [path for _, path, _ in requests] == [
         "/machine-config",
         "/boot-source",
+        "/cpu-config",
         *(f"/drives/{slot}" for slot in ("root", "upper", "vol0", "vol1", "vol2", "vol3")),
         "/vsock",
         "/entropy",
@@ -94,6 +95,15 @@ def test_a_machine_is_configured_whole_and_in_one_order() -> None:
         "iface_id": "nic0",
         "guest_mac": limits.GUEST_MAC,
         "host_dev_name": TAP_NAME,
+    }
+    masks = {
+        leaf["leaf"]: [(one["register"], one["bitmap"]) for one in leaf["modifiers"]]
+        for leaf in by_path["/cpu-config"]["cpuid_modifiers"]
+    }
+    # No VMX, no SVM; every other bit as KVM has it.
+    assert masks == {
+        "0x1": [("ecx", "0b" + "x" * 26 + "0" + "x" * 5)],
+        "0x80000001": [("ecx", "0b" + "x" * 29 + "0" + "x" * 2)],
     }
     # Names are relative, and so the same in every jail.
     names = [body["path_on_host"] for path, body in by_path.items() if path.startswith("/drives/")]

@@ -101,6 +101,17 @@ def check(spec: MachineSpec, disks: Sequence[Disk]) -> None:
         raise InvalidRequestError("a machine needs the disks `root` and `upper`")
 
 
+_VIRTUALISATION: Final = ((0x1, 5), (0x8000_0001, 2))
+"""(leaf, bit of ECX) of VMX and SVM, which KVM offers its guests where it can nest: none of ours is nested."""
+
+
+def _without(leaf: int, bit: int) -> dict[str, Any]:
+    """A modifier of CPUID that clears one bit of ECX and leaves the others."""
+    bitmap = "0b" + "".join("0" if place == bit else "x" for place in reversed(range(32)))
+    modifiers = [{"register": "ecx", "bitmap": bitmap}]
+    return {"leaf": hex(leaf), "subleaf": "0x0", "flags": 0, "modifiers": modifiers}
+
+
 def configure(spec: MachineSpec, rates: Rates = NO_RATES) -> list[Request]:
     """Everything before START, each device on a transport of its own, so that the guest's order never changes.
 
@@ -121,6 +132,7 @@ def configure(spec: MachineSpec, rates: Rates = NO_RATES) -> list[Request]:
                 "boot_args": kernel_args(spec),
             },
         ),
+        ("PUT", "/cpu-config", {"cpuid_modifiers": [_without(*bit) for bit in _VIRTUALISATION]}),
     ]
     for slot in SLOTS:
         drive: dict[str, Any] = {

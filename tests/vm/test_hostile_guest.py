@@ -18,7 +18,7 @@ import pytest
 from llm4agents import limits
 from tests.support import PATIENCE, Node, eventually
 
-from .guests import DRIVERS, VIEWS, VSOCK, root
+from .guests import DRIVERS, VIEWS, VSOCK, create, root
 
 pytestmark = pytest.mark.vm
 
@@ -53,10 +53,12 @@ class Arena:
 
     def __init__(self, node: Node, driver: str) -> None:
         self.node, self.driver = node, driver
-        self.neighbour = node.create("base")
-        assert node.get(self.neighbour)["vmm"] == driver
+        self.neighbour = self.create()
         self.answers()
         self.bytes, self.fds = node.rss(), self.descriptors()
+
+    def create(self) -> str:
+        return create(self.node, self.driver)
 
     def descriptors(self) -> int:
         assert self.node.process is not None
@@ -103,7 +105,7 @@ def arena(request: pytest.FixtureRequest, shared_nodes: Callable[..., Node]) -> 
 @pytest.fixture
 def victim(arena: Arena) -> Iterator[str]:
     """A sandbox of the test's own, which is ended afterwards and then leaves nothing."""
-    sandbox = arena.node.create("base")
+    sandbox = arena.create()
     try:
         yield sandbox
     finally:
@@ -114,7 +116,7 @@ def victim(arena: Arena) -> Iterator[str]:
 
 def test_one_that_ends_itself_ends_alone_and_leaves_nothing(arena: Arena) -> None:
     node = arena.node
-    boxes = {how: node.create("base") for how in ENDS}
+    boxes = {how: arena.create() for how in ENDS}
     for how, script in ENDS.items():
         arena.later(boxes[how], script)
         arena.answers()
@@ -127,7 +129,7 @@ def test_one_that_ends_itself_ends_alone_and_leaves_nothing(arena: Arena) -> Non
 
 def test_one_that_switches_itself_off_or_stands_still_can_be_ended(arena: Arena) -> None:
     node = arena.node
-    boxes = {how: node.create("base") for how in MAY_END}
+    boxes = {how: arena.create() for how in MAY_END}
     for how, script in MAY_END.items():
         arena.later(boxes[how], script)
     time.sleep(1)
@@ -166,7 +168,7 @@ FLOODS = {
 @pytest.fixture(scope="module")
 def flooded(arena: Arena) -> Iterator[list[str]]:
     """The sandbox that the floods share: another one when it has ended by one."""
-    boxes = [arena.node.create("base")]
+    boxes = [arena.create()]
     yield boxes
     arena.node.http.delete(f"/v1/sandboxes/{boxes[-1]}")
     eventually(lambda: arena.gone(boxes[-1]))
@@ -189,7 +191,7 @@ def test_floods(arena: Arena, flooded: list[str], what: str) -> None:
         arena.answers()
     if not arena.survived(sandbox):
         eventually(lambda: arena.gone(sandbox))
-        flooded.append(node.create("base"))
+        flooded.append(arena.create())
         return
     root(node, sandbox, "rm -rf /big /many /dev/shm/big; true")
     logs = [path.stat().st_size for path in (node.run / "vm" / sandbox).glob("serial.log*")]

@@ -148,6 +148,15 @@ def test_the_life_of_a_sandbox_on_a_whole_file(cache: Path) -> None:
             await engine.resume(again.id, cold=True)
             assert await out(engine, again.id, "cat /root/f") == "parent"
 
+            # Passed on as a file, it comes back as it was, and without an empty layer.
+            await engine.kill(again.id)
+            await engine.templates.export(made.shape, home / "bundle", lambda *_: None)
+            await engine.templates.remove("of-raw")
+            back = await engine.templates.import_(home / "bundle", lambda *_: None)
+            assert back.shape == made.shape and back.disk_format == "raw" and not back.empty.exists()
+            again = await engine.create(replace(WISH, template="of-raw"))
+            assert await out(engine, again.id, "cat /root/f") == "parent"
+
             # What is protected is read-only in the guest; its root can write to a disk of its own at most.
             held = await engine.create(replace(RAW, protect=("/etc/hosts", "/usr/share/doc")))
             assert (here / held.id / "protect.raw").exists()

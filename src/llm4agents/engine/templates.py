@@ -329,8 +329,8 @@ class Templates:
         loop = asyncio.get_running_loop()
 
         def check(template: dict[str, Any], manifest: dict[str, Any]) -> None:  # in a thread
-            wanted = self.check_loadable(snapshots.from_json(file, manifest))
-            asyncio.run_coroutine_threadsafe(wanted, loop).result()
+            work = self._check_import(snapshots.from_json(file, manifest), template)
+            asyncio.run_coroutine_threadsafe(work, loop).result()
 
         imported = await bundle.import_(file, self.cache, progress, check=check)
         found = self._find(imported.path)
@@ -338,6 +338,14 @@ class Templates:
             raise VersionMismatchError(f"the template in {file} cannot be read", hint="export it again")
         self.pin(found[0])
         return found[0]
+
+    async def _check_import(self, snapshot: Snapshot, template: dict[str, Any]) -> None:
+        await self.check_loadable(snapshot)
+        can = await self._drivers.can(snapshot.identity["driver"])
+        if (form := template.get("disk_format", "qcow2")) != can.disk_format:
+            raise VersionMismatchError(
+                f"the template's disk is for machines with {form} disks; {LABELS[can.vmm]}'s have {can.disk_format}"
+            )
 
     def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
         if not (path / parts.TEMPLATE).exists():

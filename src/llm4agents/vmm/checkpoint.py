@@ -192,6 +192,10 @@ class Parts:
         for name, fd in ((snapshot.STATE, self.state), (snapshot.PAGES, self._pages)):
             snapshot.check_part(self._diff, name, _digest_at(fd))
 
+    async def checked(self) -> None:
+        """Return when all parts are known to be what was written; raises CorruptSnapshotError."""
+        await asyncio.shield(self._checking)
+
     async def fill(self, pid: int, places: Sequence[pages.Place] | None = None) -> None:
         """Write the pages into the memory of `pid`, and return when all of them are also known to be right.
 

@@ -153,6 +153,8 @@ class FirecrackerMachine(LiveMachine):
         except CorruptSnapshotError:
             raise
         except (LLM4AgentsError, TimeoutError) as error:
+            if parts is not None:
+                await parts.checked()  # damage is a better reason than what it led to
             raise await self._boot_error("did not load its snapshot", error) from error
         self._reset_due = True
 

@@ -195,9 +195,13 @@ def test_the_jailer_is_told_ids_places_and_bounds_and_firecracker_where_to_liste
 def test_a_jail_is_made_and_removed_and_a_later_server_finds_those_left(tmp_path: Path) -> None:
     run_dir, state = tmp_path / "run", tmp_path / "state"
     run_dir.mkdir()
-    beside = Layout(jail.base_of(run_dir, state), "firecracker")
-    assert beside.base == run_dir / "jail"
-    for layout in (beside, Layout(state / "jails" / "abc", "firecracker")):
+    apart, inside = (
+        Layout(jail.base_of(run_dir, state), "firecracker"),
+        Layout(run_dir / "jail", "firecracker"),
+    )
+    assert apart.base.parent == state / "jails" and apart.base == jail.base_of(run_dir, state)
+    assert apart.base != jail.base_of(tmp_path, state)
+    for layout in (inside, apart):
         for _ in range(2):
             jail.make(layout, run_dir, ["root", "upper"], ["vol0"], os.getuid())
         assert sorted(path.name for path in layout.root.iterdir()) == ["root", "upper", "vol0"]
@@ -206,8 +210,8 @@ def test_a_jail_is_made_and_removed_and_a_later_server_finds_those_left(tmp_path
         assert jail.take(layout, "state", 7) == b"devices"
         assert not layout.inside("state").exists()
     jail.sweep(state)
-    assert (state / "jails" / "abc").exists()
-    jail.remove(beside.base)
+    assert apart.base.exists()
+    jail.remove(inside.base)
     assert not list(run_dir.iterdir())
     run_dir.rmdir()
     jail.sweep(state)

@@ -24,16 +24,20 @@ _OF: Final = "of"
 
 
 def base_of(run_dir: Path, state: Path) -> Path:
-    """Where the jail of the machine in `run_dir` is: in there, or below `state` where devices and programs may not be
-    used in the former (as /run often is mounted). Raises HostSetupError when they may in neither."""
-    if _usable(run_dir):
-        return run_dir / "jail"
-    if not _usable(state):
+    """Where the jail of the machine in `run_dir` is: below `state`, or in there where devices and programs may not be
+    used in the former. Raises HostSetupError when they may in neither.
+
+    Not in `run_dir` first: a jail is a mount in the VMM's namespace, which would keep the directories above it alive
+    for the kernel, and so the shim from seeing that its `run_dir` is gone.
+    """
+    if _usable(state):
+        return state / "jails" / hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
+    if not _usable(run_dir):
         raise HostSetupError(
             f"neither {run_dir} nor {state} may hold devices and programs (mounted nodev or noexec)",
             hint="LLM4AGENTS_STATE on a file system that is mounted without them",
         )
-    return state / "jails" / hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
+    return run_dir / "jail"
 
 
 def _usable(directory: Path) -> bool:
@@ -47,6 +51,7 @@ def _usable(directory: Path) -> bool:
 def make(layout: Layout, run_dir: Path, targets: Iterable[str], empty: Iterable[str], uid: int) -> None:
     """Make the jail: `targets` are files that others are bound over, `empty` volumes of no one's that `uid` owns."""
     remove(layout.base)
+    layout.base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     layout.root.mkdir(parents=True, mode=0o700)
     if layout.base.parent != run_dir:
         (layout.base / _OF).symlink_to(run_dir)

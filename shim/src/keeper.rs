@@ -106,7 +106,7 @@ impl Keeper<'_> {
         unsafe { libc::kill(self.vmm, signal) };
     }
 
-    /// Read what inotify has to say; true when `run_dir` itself is gone, and with it every way to this VM.
+    /// Read what inotify (or, where it has no room, a clock) has to say; true when `run_dir` itself is gone, and with it every way to this VM.
     fn watched(&self, timer: &OwnedFd, deadline: &mut Option<Deadline>) -> Result<bool> {
         let mut events = [0u8; 4096];
         let mut gone = false;
@@ -124,7 +124,7 @@ impl Keeper<'_> {
             }
         }
         self.arm(timer, deadline)?;
-        Ok(gone)
+        Ok(gone || self.dir.is_gone())
     }
 
     /// Set the timer to what `run_dir/deadline` says now. A file that makes no sense changes nothing.

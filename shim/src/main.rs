@@ -117,7 +117,13 @@ fn run(config: &Config) -> Result<(), String> {
     sys::close_others(3, &mut named.copied().collect::<Vec<_>>());
     let dir = sys::Dir(config.run_dir.clone());
     // Watched before the child exists: a deadline that moves while we start is not missed.
-    let watch = sys::inotify(&config.run_dir, WATCHED).map_err(said("watching run_dir"))?;
+    // A user's instances are few (128 by default, root's too): a machine more than that is looked after once a second.
+    let watch = sys::inotify(&config.run_dir, WATCHED)
+        .or_else(|error| match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENOSPC) => sys::ticks(),
+            _ => Err(error),
+        })
+        .map_err(said("watching run_dir"))?;
     let signals = sys::signalfd(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP])
         .map_err(said("signalfd"))?;
     let (console, console_end) = sys::pipe().map_err(said("pipe"))?;

@@ -49,6 +49,11 @@ impl Dir {
         Ok(())
     }
 
+    pub fn is_gone(&self) -> bool {
+        let there = check(unsafe { libc::access(self.0.as_ptr(), libc::F_OK) });
+        there.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT))
+    }
+
     /// Absent is what is wanted; anything else cannot be mended here.
     pub fn unlink(&self, name: &CStr) {
         if let Ok(path) = self.path(name) {
@@ -127,6 +132,15 @@ pub fn inotify(path: &CStr, mask: u32) -> Result<OwnedFd> {
 
 pub fn timerfd() -> Result<OwnedFd> {
     owned(unsafe { libc::timerfd_create(libc::CLOCK_BOOTTIME, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) })
+}
+
+/// Fires once a second.
+pub fn ticks() -> Result<OwnedFd> {
+    let timer = timerfd()?;
+    let second = libc::timespec { tv_sec: 1, tv_nsec: 0 };
+    let spec = libc::itimerspec { it_interval: second, it_value: second };
+    check(unsafe { libc::timerfd_settime(timer.as_raw_fd(), 0, &spec, std::ptr::null_mut()) })?;
+    Ok(timer)
 }
 
 /// Fire once in `seconds` from now (at least 1 ns), or never.

@@ -1,6 +1,8 @@
 """The shim around harmless programs instead of a VMM: its jail, its deadline, its record of the end."""
 
 import asyncio
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -264,9 +266,19 @@ def test_shim_holds_the_lease_and_not_the_vmm_descriptors(run_dir: Path) -> None
     asyncio.run(main())
 
 
+def use_up_inotify() -> None:
+    """Take every instance that this user may have."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.inotify_init1(os.O_CLOEXEC) >= 0:
+        pass
+    assert ctypes.get_errno() == errno.EMFILE
+
+
 @pytest.mark.skipif(not ROOT, reason="the other tests run as an ordinary user already")
-def test_as_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a child that has become nobody, with a shim it may execute."""
+@pytest.mark.parametrize("watches", [True, False], ids=["", "no inotify left"])
+def test_as_an_ordinary_user(monkeypatch: pytest.MonkeyPatch, watches: bool) -> None:
+    """In a child that has become another, with a shim it may execute; also where the user may watch nothing more."""
+    uid = 65534 if watches else 60_923
     with tempfile.TemporaryDirectory(prefix="l4a-user-") as home:
         Path(home).chmod(0o777)
         binary = Path(home) / binaries.SHIM
@@ -289,8 +301,10 @@ def test_as_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
             code = 1
             try:
                 os.setgroups([])
-                os.setresgid(65534, 65534, 65534)
-                os.setresuid(65534, 65534, 65534)
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+                if not watches:
+                    use_up_inotify()
                 monkeypatch.setattr(binaries, "path", lambda name: binary)
                 run_dir.mkdir(mode=0o700)
                 asyncio.run(main())

@@ -42,7 +42,7 @@ def found(read: Read, names: Callable[[str], list[str]], *, kvm: bool) -> Iterat
         yield "vm.overcommit_memory=2 charges every clone its template's memory"
     instances = read("/proc/sys/fs/inotify/max_user_instances")
     if instances is not None and instances.isdigit() and int(instances) < INOTIFY_WANTED:
-        yield f"no more than {instances} sandboxes at a time (fs.inotify.max_user_instances)"
+        yield f"beyond {instances} sandboxes a moved deadline is seen a second late (fs.inotify.max_user_instances)"
     groups = (read("/sys/fs/cgroup/cgroup.controllers") or "").split()
     if not {"memory", "pids"} <= set(groups):
         yield "no cgroup v2 with memory and pids: only limits of the process bound a VMM"

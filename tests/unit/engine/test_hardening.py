@@ -42,7 +42,7 @@ def test_a_host_that_is_set_up_has_nothing_said_of_it() -> None:
         ("/sys/module/kvm_amd/parameters/nested", "1", "kvm_amd lets guests be hosts"),
         ("/sys/devices/system/cpu/vulnerabilities/mds", "Vulnerable: no microcode", "vulnerable: mds"),
         ("/proc/sys/vm/overcommit_memory", "2", "overcommit_memory=2"),
-        ("/proc/sys/fs/inotify/max_user_instances", "128", "no more than 128 sandboxes"),
+        ("/proc/sys/fs/inotify/max_user_instances", "128", "beyond 128 sandboxes"),
         ("/sys/fs/cgroup/cgroup.controllers", "cpu io", "no cgroup v2"),
         ("/sys/fs/cgroup/cgroup.controllers", None, "no cgroup v2"),
     ],

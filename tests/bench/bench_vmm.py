@@ -1,4 +1,8 @@
-"""What the VMM's side of a create costs. `jail_ms`: what jailing QEMU adds, clones with and without in turns."""
+"""What the VMM's side of a create costs.
+
+`jail_ms`: what jailing QEMU adds, clones with and without in turns, here. `restore_ratio`, `boot_ratio`: what our
+driver adds to Firecracker, in the laboratory (`tests.bench.firecracker`, which has every step too).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from llm4agents.vmm import shim
 from tests.bench.common import Bare, finish, summary
+from tests.lab.laboratory import laboratory, to_stderr
 
 
 @contextlib.contextmanager
@@ -54,18 +61,36 @@ async def jail_ms(bare: Bare, rounds: int, template: str = "base") -> dict[str, 
     }
 
 
-async def measure(rounds: int) -> None:
+async def measure_jail(rounds: int) -> dict[str, object]:
     bare = Bare()
     try:
-        finish(await jail_ms(bare, rounds))
+        return await jail_ms(bare, rounds)
     finally:
         await bare.driver.close()
 
 
+def firecracker(rounds: int, boots: int) -> dict[str, Any]:
+    """Of real Firecracker, inside a nested sandbox: `restore_ratio`, `boot_ratio`, `firecracker_steps_ms`."""
+    with laboratory(say=to_stderr) as lab:
+        command = ["python3", "-m", "tests.bench.firecracker", str(rounds), str(boots)]
+        done = lab.shell(command, say=to_stderr).check()
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    return {
+        "restore_ratio": found["restore_ratio"],
+        "boot_ratio": found["boot_ratio"],
+        "firecracker_steps_ms": found["steps_ms"],
+        "firecracker": {name: binary.sha256 for name, binary in lab.vmms.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    asyncio.run(measure(parser.parse_args().rounds))
+    parser.add_argument("--rounds", type=int, default=60, help="clones of QEMU, with and without a jail")
+    parser.add_argument("--restores", type=int, default=20, help="of Firecracker, bare and driven")
+    parser.add_argument("--boots", type=int, default=5, help="of Firecracker, bare and driven")
+    asked = parser.parse_args()
+    result = asyncio.run(measure_jail(asked.rounds))
+    finish({**result, **firecracker(asked.restores, asked.boots)})
 
 
 if __name__ == "__main__":

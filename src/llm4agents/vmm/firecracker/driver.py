@@ -285,6 +285,8 @@ class FirecrackerDriver:
                 )
             except BaseException as error:
                 jail.remove(layout.base)
+                for name in shim_.LOGS:
+                    (run_dir / name).unlink(missing_ok=True)
                 if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
                     raise CapacityError(
                         f"the jail of {placement.id} cannot be made: {error.strerror or error}"

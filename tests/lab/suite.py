@@ -6,8 +6,15 @@ from collections.abc import Iterable
 
 FILES = (
     "tests/contract/test_machine.py",
+    "tests/contract/test_link.py",
+    "tests/contract/test_isolation.py",
+    "tests/contract/test_pause.py",
+    "tests/vm/test_firecracker.py",
     "tests/vm/test_engine.py",
     "tests/vm/test_clones.py",
+    "tests/vm/test_pause.py",
+    "tests/vm/test_guest_view.py",
+    "tests/vm/test_hostile_guest.py",
 )
 NEED_PYTHON = (
     "tests/vm/test_engine.py::test_code_keeps_its_state_and_streams",

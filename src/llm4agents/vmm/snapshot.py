@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llm4agents.errors import CorruptSnapshotError, NotFoundError, VersionMismatchError
-from llm4agents.vmm.base import Disk, MachineSpec, Snapshot
+from llm4agents.errors import CorruptSnapshotError, HostSetupError, NotFoundError, VersionMismatchError
+from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Snapshot
 
 MANIFEST, MEMORY, STATE, PAGES = "manifest.json", "memory", "state", "pages"
 FORMAT = 1
@@ -106,6 +106,26 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
+class Digests:
+    """The digests of full snapshots, kept: a create waits for one. A manifest is renamed into place once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, tuple[int, str]] = {}
+
+    def of(self, path: Path) -> str:
+        """That of the snapshot in `path`. Raises HostSetupError when it is not whole."""
+        try:
+            inode = (path / MANIFEST).stat().st_ino
+            if self._kept.get(path, (0, ""))[0] != inode:
+                self._kept[path] = (inode, digest(path))
+        except (OSError, NotFoundError) as error:
+            raise HostSetupError(f"{path} is not whole", hint="build the template again") from error
+        return self._kept[path][1]
+
+    def forget(self, path: Path) -> None:
+        self._kept.pop(path, None)
+
+
 def manifest_digest(path: Path) -> str | None:
     """Hex SHA-256 of the manifest of the snapshot in `path`, None when there is none."""
     try:
@@ -177,6 +197,22 @@ def write_manifest(snapshot: Snapshot, *, sync: bool = True) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def identity(driver: str, spec: MachineSpec, can: Capabilities, layout: str) -> dict[str, str]:
+    """What a snapshot of `spec` made now by that driver would be called; `layout`: a digest of its devices. Pure."""
+    return {
+        "driver": driver,
+        "vmm": can.version,
+        "accelerator": can.accelerator,
+        "cpu": can.cpu + ("+nested" if spec.nested else ""),
+        # To the MHz: what is measured differs by parts per million from one host to its twin.
+        "tsc": f"{round(can.tsc_khz / 1000)} MHz",
+        "kernel": spec.kernel_release,
+        "vcpus": str(spec.vcpus),
+        "memory_mib": str(spec.memory_mib),
+        "layout": layout,
+    }
 
 
 def check_identity(snapshot: Snapshot, here: dict[str, str]) -> None:

@@ -19,7 +19,6 @@ from llm4agents.errors import (
     BootError,
     HostSetupError,
     LLM4AgentsError,
-    NotFoundError,
     VersionMismatchError,
 )
 from llm4agents.vmm import host, pages, procfs, snapshot, uids
@@ -51,7 +50,7 @@ class CloudHypervisorDriver:
         self._cells = Cells(settings)
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
-        self._digests: dict[Path, tuple[int, str]] = {}
+        self._digests = snapshot.Digests()
 
     # -- what this host can do ----------------------------------------------------------------------------
 
@@ -98,18 +97,7 @@ class CloudHypervisorDriver:
         )
 
     def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
-        return {
-            "driver": self.name,
-            "vmm": capabilities.version,
-            "accelerator": capabilities.accelerator,
-            "cpu": capabilities.cpu + ("+nested" if spec.nested else ""),
-            # To the MHz: what is measured differs by parts per million from one host to its twin.
-            "tsc": f"{round(capabilities.tsc_khz / 1000)} MHz",
-            "kernel": spec.kernel_release,
-            "vcpus": str(spec.vcpus),
-            "memory_mib": str(spec.memory_mib),
-            "layout": api.layout_digest(spec),
-        }
+        return snapshot.identity(self.name, spec, capabilities, api.layout_digest(spec))
 
     def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
         return None
@@ -145,7 +133,7 @@ class CloudHypervisorDriver:
         can = await self._able(base.spec)
         api.check_disks(disks)
         snapshot.check_identity(base, self.identity(base.spec, can))
-        digest = self._digest(base.path)
+        digest = self._digests.of(base.path)
         if diff is not None:
             snapshot.check_diff(diff, base, digest)
         size = base.spec.memory_mib * _MIB
@@ -192,10 +180,10 @@ class CloudHypervisorDriver:
         return None
 
     async def release(self, snapshot_path: Path) -> None:
-        self._digests.pop(snapshot_path, None)
+        self._digests.forget(snapshot_path)
 
     async def close(self) -> None:
-        self._digests.clear()
+        self._digests = snapshot.Digests()
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -207,16 +195,6 @@ class CloudHypervisorDriver:
                 hint="load kvm_amd or kvm_intel with nested=1",
             )
         return can
-
-    def _digest(self, path: Path) -> str:
-        """That of the full snapshot in `path`, kept: a create waits for it. Its manifest is renamed into place once."""
-        try:
-            inode = (path / snapshot.MANIFEST).stat().st_ino
-            if self._digests.get(path, (0, ""))[0] != inode:
-                self._digests[path] = (inode, snapshot.digest(path))
-        except (OSError, NotFoundError) as error:
-            raise HostSetupError(f"{path} is not whole", hint=_REBUILD) from error
-        return self._digests[path][1]
 
     async def _start(
         self,

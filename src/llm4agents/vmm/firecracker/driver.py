@@ -22,7 +22,6 @@ from llm4agents.errors import (
     CapacityError,
     HostSetupError,
     LLM4AgentsError,
-    NotFoundError,
     VersionMismatchError,
 )
 from llm4agents.vmm import host, pages, process, procfs, snapshot, uids
@@ -56,7 +55,7 @@ class FirecrackerDriver:
         )
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
-        self._digests: dict[Path, tuple[int, str]] = {}
+        self._digests = snapshot.Digests()
         self._traits: versions.Traits | None = None
 
     # -- what this host can do ----------------------------------------------------------------------------
@@ -107,18 +106,7 @@ class FirecrackerDriver:
         )
 
     def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
-        return {
-            "driver": self.name,
-            "vmm": capabilities.version,
-            "accelerator": capabilities.accelerator,
-            "cpu": capabilities.cpu,
-            # To the MHz: what is measured differs by parts per million from one host to its twin.
-            "tsc": f"{round(capabilities.tsc_khz / 1000)} MHz",
-            "kernel": spec.kernel_release,
-            "vcpus": str(spec.vcpus),
-            "memory_mib": str(spec.memory_mib),
-            "layout": api.layout_digest(spec),
-        }
+        return snapshot.identity(self.name, spec, capabilities, api.layout_digest(spec))
 
     def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
         return None
@@ -147,7 +135,7 @@ class FirecrackerDriver:
     ) -> FirecrackerMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
-        base = self._digest(frozen.path)
+        base = self._digests.of(frozen.path)
         if diff is not None:
             snapshot.check_diff(diff, frozen, base)
         api.check(frozen.spec, disks)
@@ -192,22 +180,12 @@ class FirecrackerDriver:
         return None
 
     async def release(self, snapshot_path: Path) -> None:
-        self._digests.pop(snapshot_path, None)
+        self._digests.forget(snapshot_path)
 
     async def close(self) -> None:
         """Nothing is held; machines live on."""
 
     # -- parts --------------------------------------------------------------------------------------------
-
-    def _digest(self, path: Path) -> str:
-        """That of the full snapshot in `path`, kept: a create waits for it. Its manifest is renamed into place once."""
-        try:
-            inode = (path / snapshot.MANIFEST).stat().st_ino
-            if self._digests.get(path, (0, ""))[0] != inode:
-                self._digests[path] = (inode, snapshot.digest(path))
-        except (OSError, NotFoundError) as error:
-            raise HostSetupError(f"{path} is not whole", hint=_REBUILD) from error
-        return self._digests[path][1]
 
     async def _start(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError, NotFoundError
+from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
 from llm4agents.vmm import host, memory, pages, process, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
@@ -53,7 +53,7 @@ class QemuDriver:
         self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
         self._cells = Cells(settings)
-        self._digests: dict[Path, tuple[int, str]] = {}
+        self._digests = snapshot.Digests()
         self._memories: dict[Path, tuple[int, asyncio.Task[int]]] = {}
 
     # -- what this host can do ----------------------------------------------------------------------------
@@ -99,18 +99,9 @@ class QemuDriver:
         )
 
     def identity(self, spec: MachineSpec, capabilities: Capabilities) -> dict[str, str]:
-        return {
-            "driver": self.name,
-            "vmm": capabilities.version,
-            "accelerator": capabilities.accelerator,
-            "cpu": capabilities.cpu + ("+nested" if spec.nested else ""),
-            # To the MHz: what is measured differs by parts per million from one host to its twin.
-            "tsc": f"{round(capabilities.tsc_khz / 1000)} MHz",
-            "kernel": spec.kernel_release,
-            "vcpus": str(spec.vcpus),
-            "memory_mib": str(spec.memory_mib),
-            "layout": command.layout_digest(spec, capabilities.accelerator),
-        }
+        return snapshot.identity(
+            self.name, spec, capabilities, command.layout_digest(spec, capabilities.accelerator)
+        )
 
     def refuses(self, kernel_release: str, capabilities: Capabilities) -> str | None:
         try:
@@ -149,7 +140,7 @@ class QemuDriver:
     ) -> QemuMachine:
         can = await self.capabilities()
         snapshot.check_identity(frozen, self.identity(frozen.spec, can))
-        base = self._digest(frozen.path)
+        base = self._digests.of(frozen.path)
         if diff is not None:
             snapshot.check_diff(diff, frozen, base)
         async with contextlib.AsyncExitStack() as stack:
@@ -197,7 +188,7 @@ class QemuDriver:
         return None
 
     async def release(self, snapshot_path: Path) -> None:
-        self._digests.pop(snapshot_path, None)
+        self._digests.forget(snapshot_path)
         held = self._memories.pop(snapshot_path, None)
         if held is not None:
             with contextlib.suppress(LLM4AgentsError, OSError):
@@ -235,16 +226,6 @@ class QemuDriver:
             if self._memories.get(frozen.path) is held:
                 del self._memories[frozen.path]
             raise
-
-    def _digest(self, path: Path) -> str:
-        """That of the full snapshot in `path`, kept: a create waits for it. Its manifest is renamed into place once."""
-        try:
-            inode = (path / snapshot.MANIFEST).stat().st_ino
-            if self._digests.get(path, (0, ""))[0] != inode:
-                self._digests[path] = (inode, snapshot.digest(path))
-        except (OSError, NotFoundError) as error:
-            raise HostSetupError(f"{path} is not whole", hint=_REBUILD) from error
-        return self._digests[path][1]
 
     async def _start(
         self,

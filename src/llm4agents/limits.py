@@ -46,6 +46,8 @@ BOOT_TRIES: Final = 2
 BUILD_TIMEOUT_S: Final = 900.0
 RESTORE_TIMEOUT_S: Final = 15.0
 KVM_PROBE_TIMEOUT_S: Final = 5.0
+KVM_PROBE_KEPT_S: Final = 600.0
+"""How long it is believed that a kernel with KVM says nothing."""
 VM_STOP_TIMEOUT_S: Final = 5.0
 KEEPER_GRACE_S: Final = 5.0
 """How long after a deadline the keeper waits for a live server to act before it ends the VM itself."""

@@ -14,15 +14,19 @@ import json
 import os
 import platform
 import struct
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from llm4agents import binaries
+from llm4agents import binaries, limits
 from llm4agents.errors import HostSetupError
+from llm4agents.vmm import procfs
 
 KVM_DEVICE = Path("/dev/kvm")
 STUB_SAYS = b"K"
 """What `stub_kernel` writes to the serial port."""
+SILENT = "did not say a word"
 
 
 async def tsc_khz(cache: Path) -> int:
@@ -95,6 +99,66 @@ def cpu_identity() -> str:
                 flags = " ".join(sorted(line.partition(":")[2].split()))
                 break
     return f"{cpu_model()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+async def why_not_kvm(
+    cache: Path, name: str, depends: list[str], boot: Callable[[], Awaitable[str | None]]
+) -> str | None:
+    """None when KVM runs a guest here, else the reason in words: what `boot` says, kept in `cache` as `name`.
+
+    The answer is good for what it depends on: `depends`, the host's kernel and boot, its processor. Silence is what a
+    very busy host's guest says too, so that is asked again after KVM_PROBE_KEPT_S.
+    """
+    reason = device_problem()
+    if reason is not None:
+        return reason
+    parts = [*depends, platform.release(), procfs.host_boot_id(), cpu_model()]
+    path = cache / f"{name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
+    kept = recall(path)
+    if isinstance(kept, dict) and "why_not" in kept:
+        why = None if kept["why_not"] is None else str(kept["why_not"])
+        if why is None or SILENT not in why or _age_s(path) < limits.KVM_PROBE_KEPT_S:
+            return why
+    reason = await boot()
+    remember(path, {"why_not": reason, "asked": parts})
+    return reason
+
+
+async def first_word(process: asyncio.subprocess.Process, vmm: str, expected: bytes | None) -> str | None:
+    """Of a VMM that boots a kernel, its pipes ours: None when the first byte is there (`expected`, or any), or why not.
+
+    It is ended afterwards.
+    """
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        said = await asyncio.wait_for(process.stdout.read(1), limits.KVM_PROBE_TIMEOUT_S)
+        if said and expected in (None, said):
+            return None
+        words = (await asyncio.wait_for(process.stderr.read(2000), 5)).decode(errors="replace").strip()
+        await asyncio.wait_for(process.wait(), 5)
+        return f"/dev/kvm opens, but {vmm} could not use it: {words or 'it ended without a word'}"
+    except TimeoutError:
+        return (
+            f"/dev/kvm opens, but a kernel started with it {SILENT} in {limits.KVM_PROBE_TIMEOUT_S:g} s: "
+            "no hardware virtualisation is passed on to this machine"
+        )
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def file_identity(path: Path) -> str:
+    """Changes when the file is replaced."""
+    stat = path.stat()
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return abs(time.time() - path.stat().st_mtime)
+    except OSError:
+        return float("inf")
 
 
 async def run(argv: list[str], timeout: float) -> tuple[int, bytes, bytes]:

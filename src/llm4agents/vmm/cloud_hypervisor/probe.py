@@ -7,17 +7,13 @@ a deadline, and the answer is kept under everything it depends on.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import platform
 import shutil
 import stat
 import tempfile
 from pathlib import Path
 
-from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.vmm import host, procfs
+from llm4agents.vmm import host
 from llm4agents.vmm.cloud_hypervisor import versions
 
 _VERSION_TIMEOUT_S = 20.0
@@ -64,24 +60,8 @@ def device_gid() -> int | None:
 
 async def why_not_kvm(binary: str, full: str, cache: Path) -> str | None:
     """None when KVM runs a guest here, else the reason in words."""
-    reason = host.device_problem()
-    if reason is not None:
-        return reason
-    found = Path(binary).stat()
-    parts = [
-        f"{binary} {found.st_size} {found.st_mtime_ns}",
-        full,
-        platform.release(),
-        procfs.host_boot_id(),
-        host.cpu_model(),
-    ]
-    path = cache / f"kvm-ch-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
-    kept = host.recall(path)
-    if isinstance(kept, dict) and "why_not" in kept:
-        return None if kept["why_not"] is None else str(kept["why_not"])
-    reason = await _boot(binary)
-    host.remember(path, {"why_not": reason, "asked": parts})
-    return reason
+    depends = [host.file_identity(Path(binary)), full]
+    return await host.why_not_kvm(cache, "kvm-ch", depends, lambda: _boot(binary))
 
 
 async def _boot(binary: str) -> str | None:
@@ -97,22 +77,4 @@ async def _boot(binary: str) -> str | None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            said = await asyncio.wait_for(process.stdout.read(1), limits.KVM_PROBE_TIMEOUT_S)
-            if said == host.STUB_SAYS:
-                return None
-            words = (await asyncio.wait_for(process.stderr.read(2000), 5)).decode(errors="replace").strip()
-            await asyncio.wait_for(process.wait(), 5)
-            return (
-                f"/dev/kvm opens, but Cloud Hypervisor could not use it: {words or 'it ended without a word'}"
-            )
-        except TimeoutError:
-            return (
-                "/dev/kvm opens, but a kernel started with it did not say a word in"
-                f" {limits.KVM_PROBE_TIMEOUT_S:g} s: no hardware virtualisation is passed on to this machine"
-            )
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        return await host.first_word(process, "Cloud Hypervisor", host.STUB_SAYS)

@@ -8,16 +8,13 @@ directory under everything it depends on. Delete that directory to ask again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import platform
 import shutil
 import tempfile
 from pathlib import Path
 
-from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.vmm import host, procfs
+from llm4agents.vmm import host
 from llm4agents.vmm.firecracker import versions
 
 _VERSION_TIMEOUT_S = 20.0
@@ -51,19 +48,8 @@ async def version(firecracker: str, jailer: str) -> versions.Version:
 
 async def why_not_kvm(firecracker: str, cache: Path) -> str | None:
     """None when KVM runs a guest here, else the reason in words."""
-    reason = host.device_problem()
-    if reason is not None:
-        return reason
-    stat = Path(firecracker).stat()
-    binary = f"{firecracker} {stat.st_size} {stat.st_mtime_ns}"
-    parts = [binary, platform.release(), procfs.host_boot_id(), host.cpu_model()]
-    path = cache / f"firecracker-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
-    kept = host.recall(path)
-    if isinstance(kept, dict) and "why_not" in kept:
-        return None if kept["why_not"] is None else str(kept["why_not"])
-    reason = await _boot(firecracker)
-    host.remember(path, {"why_not": reason, "asked": parts})
-    return reason
+    binary = host.file_identity(Path(firecracker))
+    return await host.why_not_kvm(cache, "firecracker", [binary], lambda: _boot(firecracker))
 
 
 async def _boot(firecracker: str) -> str | None:
@@ -88,19 +74,4 @@ async def _boot(firecracker: str) -> str | None:
             env={},
             cwd=directory,
         )
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            said = await asyncio.wait_for(process.stdout.read(1), limits.KVM_PROBE_TIMEOUT_S)
-            if said == host.STUB_SAYS:
-                return None
-            words = (await asyncio.wait_for(process.stderr.read(2000), 5)).decode(errors="replace").strip()
-            return f"/dev/kvm opens, but Firecracker could not use it: {words or 'it ended without a word'}"
-        except TimeoutError:
-            return (
-                "/dev/kvm opens, but a guest started with it did not say a word in"
-                f" {limits.KVM_PROBE_TIMEOUT_S:g} s: no hardware virtualisation is passed on to this machine"
-            )
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        return await host.first_word(process, "Firecracker", host.STUB_SAYS)

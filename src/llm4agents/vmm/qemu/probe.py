@@ -8,16 +8,12 @@ depends on: QEMU, kernel, host kernel and boot. Delete that directory to ask aga
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import platform
 import shutil
 import tempfile
 from pathlib import Path
 
-from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.vmm import host, procfs
+from llm4agents.vmm import host
 
 _VERSION_TIMEOUT_S = 20.0
 
@@ -52,21 +48,8 @@ async def why_not_kvm(qemu: str, version: str, cache: Path, kernel: Path | None 
 
     `kernel` (an ELF vmlinux) is what is booted; without one, a few instructions of our own.
     """
-    reason = host.device_problem()
-    if reason is not None:
-        return reason
-    image = "stub"
-    if kernel is not None:
-        stat = kernel.stat()
-        image = f"{kernel} {stat.st_size} {stat.st_mtime_ns}"
-    parts = [qemu, version, image, platform.release(), procfs.host_boot_id(), host.cpu_model()]
-    path = cache / f"kvm-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
-    kept = host.recall(path)
-    if isinstance(kept, dict) and "why_not" in kept:
-        return None if kept["why_not"] is None else str(kept["why_not"])
-    reason = await _boot(qemu, "kvm", kernel)
-    host.remember(path, {"why_not": reason, "asked": parts})
-    return reason
+    image = "stub" if kernel is None else host.file_identity(kernel)
+    return await host.why_not_kvm(cache, "kvm", [qemu, version, image], lambda: _boot(qemu, "kvm", kernel))
 
 
 async def _boot(qemu: str, accelerator: str, kernel: Path | None) -> str | None:
@@ -84,20 +67,4 @@ async def _boot(qemu: str, accelerator: str, kernel: Path | None) -> str | None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            first = await asyncio.wait_for(process.stdout.read(1), limits.KVM_PROBE_TIMEOUT_S)
-            if first:
-                return None
-            words = (await asyncio.wait_for(process.stderr.read(2000), 5)).decode(errors="replace").strip()
-            await asyncio.wait_for(process.wait(), 5)
-            return f"/dev/kvm opens, but QEMU could not use it: {words or 'it ended without a word'}"
-        except TimeoutError:
-            return (
-                "/dev/kvm opens, but a kernel started with it did not say a word in"
-                f" {limits.KVM_PROBE_TIMEOUT_S:g} s: no hardware virtualisation is passed on to this machine"
-            )
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        return await host.first_word(process, "QEMU", None)

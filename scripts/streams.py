@@ -29,9 +29,9 @@ STREAM_MIB = 3_584
 """Memory of the host for each stream: a few guests and a server."""
 FILES_MAX = 5
 """Of a part: few enough that the last parts end at about the same time, many enough that starting pytest is nothing."""
-WHOLE = ("tests/unit", "tests/barrier/attacks")
-"""Directories that are one part each, with all below them, and come first: the first is quickest to find a mistake,
-the second has one laboratory and server for all its files."""
+WHOLE = ("tests/unit", "tests/lab", "tests/barrier/attacks")
+"""Directories that are one part each, with all below them, and come first: the first is quickest to find a mistake, the
+second takes longest, the third has one laboratory and server for all its files."""
 LAST = "tests/vm"
 """The one of many small parts."""
 

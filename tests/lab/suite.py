@@ -28,6 +28,12 @@ NEED_PYTHON = (
 )
 """Of the template `python`, whose interpreter takes more than its two minutes to warm up in a machine within an
 emulated one. The entropy, clock and names that they check are given by the same `post_restore` as `base`'s."""
+SLOW = (
+    "tests/vm/test_pause.py::test_twenty_cycles_lose_nothing_and_do_not_grow",
+    "tests/vm/test_pause.py::test_processes_files_cwd_interpreter_and_clock_come_back",
+    "tests/vm/test_pause.py::test_cold_resume_keeps_files",
+)
+"""Minutes of each in there: twenty pauses (`tests/contract/test_pause.py` has rounds of them), and `python` again."""
 NEED_MORE = ("tests/vm/test_engine.py::test_the_node_describes_itself",)
 """Of hosts that have every tool: `doctor` misses QEMU and mmdebstrap in there."""
 PASSED_OVER = ("says nothing of Firecracker",)
@@ -36,5 +42,5 @@ PASSED_OVER = ("says nothing of Firecracker",)
 
 def arguments(files: Iterable[str] = FILES) -> list[str]:
     """Of pytest in there."""
-    over = [word for test in (*NEED_PYTHON, *NEED_MORE) for word in ("--deselect", test)]
+    over = [word for test in (*NEED_PYTHON, *SLOW, *NEED_MORE) for word in ("--deselect", test)]
     return ["-q", "--tb=short", "--durations=15", *over, *files]

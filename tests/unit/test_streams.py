@@ -39,7 +39,7 @@ def test_the_parts_are_all_tests_there_are_each_once() -> None:
     )
     parts = json.loads(said.stdout)
     names = [name for name, _ in parts]
-    assert len(names) == len(set(names)) and names[:2] == ["tests/unit", "tests/barrier/attacks"]
+    assert len(names) == len(set(names)) and names[:3] == ["tests/unit", "tests/lab", "tests/barrier/attacks"]
     files = []
     for _, given in parts:
         for path in (ROOT / name for name in given):

@@ -30,6 +30,7 @@ NEED_PYTHON = (
 emulated one. The entropy, clock and names that they check are given by the same `post_restore` as `base`'s."""
 SLOW = (
     "tests/vm/test_pause.py::test_twenty_cycles_lose_nothing_and_do_not_grow",
+    "tests/vm/test_pause.py::test_a_flood_that_nobody_reads_and_random_numbers_are_neither_lost_nor_repeated",
     "tests/vm/test_pause.py::test_processes_files_cwd_interpreter_and_clock_come_back",
     "tests/vm/test_pause.py::test_cold_resume_keeps_files",
 )

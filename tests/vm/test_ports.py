@@ -190,12 +190,15 @@ def test_a_page_reloads_when_its_file_is_edited(shared_node: Node, box: Sandbox)
 
 def test_the_forward_command(shared_node: Node, box: Sandbox) -> None:
     command = [sys.executable, "-m", "llm4agents", "forward", box.id[4:16], "8000:0", "8001:0", "--json"]
-    process = subprocess.Popen(command, env=shared_node.env, stdout=subprocess.PIPE, text=True)
+    env = {name: value for name, value in shared_node.env.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         said = ""
         while "\n}" not in said:
-            said += process.stdout.readline()
+            line = process.stdout.readline()
+            assert line, said
+            said += line
         first, second = json.loads(said)["forwards"]
         assert (first["port"], second["port"]) == (8000, 8001)
         assert urllib.request.urlopen(f"{first['url']}page.html", timeout=60).read() == b"<p>one"

@@ -67,7 +67,8 @@ def left_out(done: Downloaded) -> int:
 
 def emit(value: Any) -> None:
     """`--json`: one object on stdout; dates as RFC 3339."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=_json))
+    # At once: a command that goes on after it (`forward`) would leave who reads its pipe waiting.
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_json), flush=True)
 
 
 def _json(value: Any) -> str:

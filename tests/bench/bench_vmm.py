@@ -17,7 +17,7 @@ from typing import Any
 
 from llm4agents.vmm import shim
 from tests.bench.common import Bare, finish, summary
-from tests.lab.laboratory import laboratory, to_stderr
+from tests.lab.laboratory import DELEGATE, laboratory, to_stderr
 
 
 @contextlib.contextmanager
@@ -72,6 +72,7 @@ async def measure_jail(rounds: int) -> dict[str, object]:
 def firecracker(rounds: int, boots: int) -> dict[str, Any]:
     """Of real Firecracker, inside a nested sandbox: `restore_ratio`, `boot_ratio`, `firecracker_steps_ms`."""
     with laboratory(say=to_stderr) as lab:
+        lab.shell(f"python3 -m tests.lab.inside && ({DELEGATE})").check()  # tells the cache in there what there is
         command = ["python3", "-m", "tests.bench.firecracker", str(rounds), str(boots)]
         done = lab.shell(command, say=to_stderr).check()
         found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--boots", type=int, default=5, help="of Firecracker, bare and driven")
     asked = parser.parse_args()
     result = asyncio.run(measure_jail(asked.rounds))
+    to_stderr(f"{json.dumps(result)}\n")
     finish({**result, **firecracker(asked.restores, asked.boots)})
 
 

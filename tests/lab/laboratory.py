@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "LLM4AGENTS_TEST_PATIENCE": "6",
 }
 
-_DELEGATE = (
+DELEGATE = (
     f"cd /sys/fs/cgroup; echo +memory +pids +cpu +io > cgroup.subtree_control;"
     f" echo +memory +pids +cpu +io > sandbox/cgroup.subtree_control; mkdir -p {CGROUP};"
     f" echo +memory +pids +cpu +io > {CGROUP}/cgroup.subtree_control"
@@ -130,7 +130,7 @@ class Lab:
             said.append(text)
             say(text)
 
-        self.shell(f"rm -rf {HOME}/out; mkdir -p {HOME}/out; {_DELEGATE}").check()
+        self.shell(f"rm -rf {HOME}/out; mkdir -p {HOME}/out; {DELEGATE}").check()
         argv = ["python3", "-m", "pytest", "-p", "tests.lab.inside", "-p", "no:cacheprovider", *arguments]
         done = self.shell(argv, say=hear, timeout=timeout)
         report = Report(done.exit_code, seconds=time.monotonic() - began, output="".join(said))

@@ -106,11 +106,12 @@ async def report_async(settings: Settings) -> dict[str, Any]:
         ) is not None:
             lacking.append(f"cgroups ({none})")
         check("jail", not lacking, _jail(lacking, can), hardening.GUIDE, required=False)
+    else:  # without a VMM nothing can be tried
+        lacks = hardening.jail_here()
+        detail = "; ".join(lacks) or "all that a VMM is promised can be given"
+        check("jail", not lacks, detail, hardening.GUIDE, required=False)
     for name, ok, detail, hint in await network.checks(settings):
         check(name, ok, detail, hint, required=False)
-    lacks = hardening.jail_here()
-    detail = "; ".join(lacks) or "all that a VMM is promised can be given"
-    check("jail", not lacks, detail, hardening.GUIDE, required=False)
     weak = hardening.here(kvm=accelerator == "kvm")
     detail = "; ".join(weak) or "nothing seen that weakens it"
     check("host for hostile code", not weak, detail, hardening.GUIDE, required=False)

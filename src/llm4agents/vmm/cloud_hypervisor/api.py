@@ -15,7 +15,7 @@ from typing import Any
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
-from llm4agents.vmm import cmdline
+from llm4agents.vmm import cmdline, slots
 from llm4agents.vmm.base import Disk, MachineSpec
 
 ROOT = "/api/v1/"
@@ -162,17 +162,8 @@ def layout_digest(spec: MachineSpec) -> str:
 
 def check_disks(disks: Sequence[Disk]) -> None:
     """Raises InvalidRequestError when they do not fit the slots."""
-    slots = [disk.slot for disk in disks]
-    for slot in slots:
-        if slot not in SLOTS or slots.count(slot) > 1:
-            raise InvalidRequestError(f"disk slot {slot!r}: expected each of {', '.join(SLOTS)} at most once")
-    if not {"root", "upper"} <= set(slots):
-        raise InvalidRequestError("a machine needs the disks `root` and `upper`")
+    slots.check(disks, SLOTS)
     for disk in disks:
-        if (disk.slot == "root") != disk.read_only:
-            raise InvalidRequestError(
-                f"disk {disk.slot}: `root` is read-only and every other slot is writable"
-            )
         if disk.format != "raw" or disk.backing:
             raise InvalidRequestError(
                 f"disk {disk.slot}: Cloud Hypervisor is given raw files that lie over nothing"

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
-from llm4agents.vmm import cmdline
+from llm4agents.vmm import cmdline, slots
 from llm4agents.vmm.base import TAP_NAME, Disk, MachineSpec
 
 API_SOCKET, VSOCK_SOCKET = "api.sock", "v.sock"
@@ -83,22 +83,12 @@ def check(spec: MachineSpec, disks: Sequence[Disk]) -> None:
         raise InvalidRequestError(f"{spec.vcpus} vCPUs: Firecracker has 1 to {VCPUS_MAX}")
     if spec.nested:
         raise InvalidRequestError("Firecracker passes no virtualisation on to its guest")
-    slots = [disk.slot for disk in disks]
+    slots.check(disks, SLOTS)
     for disk in disks:
-        if disk.slot not in SLOTS or slots.count(disk.slot) > 1:
-            raise InvalidRequestError(
-                f"disk slot {disk.slot!r}: expected each of {', '.join(SLOTS)} at most once"
-            )
         if disk.format != "raw" or disk.backing:
             raise InvalidRequestError(
                 f"disk {disk.slot}: Firecracker has raw disks, not {disk.format}, and no layers"
             )
-        if (disk.slot == "root") != disk.read_only:
-            raise InvalidRequestError(
-                f"disk {disk.slot}: `root` is read-only and every other slot is writable"
-            )
-    if not {"root", "upper"} <= set(slots):
-        raise InvalidRequestError("a machine needs the disks `root` and `upper`")
 
 
 _VIRTUALISATION: Final = ((0x1, 5), (0x8000_0001, 2))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
+from llm4agents.vmm import slots
 from llm4agents.vmm.base import Accelerator, Disk, MachineSpec
 
 FIRST_FD = 3
@@ -172,18 +173,8 @@ def build(
 
 
 def _check_disks(disks: Sequence[Disk]) -> None:
-    slots = [disk.slot for disk in disks]
-    for slot in slots:
-        if slot not in SLOTS or slots.count(slot) > 1:
-            raise InvalidRequestError(f"disk slot {slot!r}: expected each of {', '.join(SLOTS)} at most once")
-    if not {"root", "upper"} <= set(slots):
-        raise InvalidRequestError("a machine needs the disks `root` and `upper`")
+    slots.check(disks, SLOTS)
     for disk in disks:
-        if (disk.slot == "root") != disk.read_only:
-            # Read-only is a feature the guest has negotiated: the template's slots are writable but for root.
-            raise InvalidRequestError(
-                f"disk {disk.slot}: `root` is read-only and every other slot is writable"
-            )
         if disk.backing and disk.format != "qcow2":
             raise InvalidRequestError(f"disk {disk.slot}: only a qcow2 lies over another file")
 

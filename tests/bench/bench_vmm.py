@@ -72,7 +72,9 @@ async def measure_jail(rounds: int) -> dict[str, object]:
 def firecracker(rounds: int, boots: int) -> dict[str, Any]:
     """Of real Firecracker, inside a nested sandbox: `restore_ratio`, `boot_ratio`, `firecracker_steps_ms`."""
     with laboratory(say=to_stderr) as lab:
-        lab.shell(f"python3 -m tests.lab.inside && ({DELEGATE})").check()  # tells the cache in there what there is
+        lab.shell(
+            f"python3 -m tests.lab.inside && ({DELEGATE})"
+        ).check()  # tells the cache in there what there is
         command = ["python3", "-m", "tests.bench.firecracker", str(rounds), str(boots)]
         done = lab.shell(command, say=to_stderr).check()
         found = json.loads(done.stdout.strip().splitlines()[-1])

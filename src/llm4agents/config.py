@@ -127,6 +127,21 @@ class Settings:
     """A file of rule lines that no sandbox's rules can widen."""
     barrier: Literal["auto", "off"] = "auto"
     """`off`: no sandbox gets a link; `auto`: every one does where the host can make one."""
+    listen: str | None = None
+    """`LLM4AGENTS_LISTEN=HOST:PORT`: where the server listens beside its unix socket, for clients that have a key."""
+    domain: str | None = None
+    """Ports of sandboxes are `PORT-ID.DOMAIN`; also what a local CA's certificate is for."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """Certificate chain and key (PEM) of the listener; both or neither."""
+    tls_local: bool = False
+    """`LLM4AGENTS_TLS_LOCAL=1`: a certificate of a CA of the server's own (`STATE/tls/ca.pem`) instead."""
+    public_url: str | None = None
+    """How clients reach the server, when a proxy stands before it."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose `X-Forwarded-*` and `Forwarded` are believed, between commas."""
+    registration: bool = False
+    """Whether `POST /v1/register` takes invite codes."""
 
     @property
     def socket_path(self) -> Path:
@@ -268,6 +283,14 @@ def load(env: Mapping[str, str]) -> Settings:
         network=text("NETWORK") or "none",
         network_floor=path("NETWORK_FLOOR"),
         barrier="off" if one_of("BARRIER", ("auto", "off")) == "off" else "auto",
+        listen=text("LISTEN"),
+        domain=text("DOMAIN"),
+        tls_cert=path("TLS_CERT"),
+        tls_key=path("TLS_KEY"),
+        tls_local=boolean("TLS_LOCAL", False),
+        public_url=text("PUBLIC_URL"),
+        trusted_proxies=tuple(filter(None, (p.strip() for p in (text("TRUSTED_PROXIES") or "").split(",")))),
+        registration=boolean("REGISTRATION", False),
     )
 
 

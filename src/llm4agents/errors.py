@@ -7,6 +7,9 @@ without reading words:
     LLM4AgentsError
     ├── NotStartedError          outcome "not_started": nothing ran, nothing was charged; safe to retry
     │   ├── InvalidRequestError      the call itself is wrong (also a ValueError)
+    │   ├── AuthenticationError      no key, or one that is not known, is revoked or has expired
+    │   ├── ForbiddenError           the key is good, and this is not for it
+    │   ├── QuotaError               the project has as much of it as it may have, or asks too fast
     │   ├── ProtectedPathError       the file would be one that a machine obeys without being asked
     │   ├── NotFoundError            no sandbox, template, file or process of that name
     │   │   ├── SandboxNotFoundError
@@ -69,6 +72,27 @@ class InvalidRequestError(NotStartedError, ValueError):
 
     code = "invalid_request"
     http_status = 400
+
+
+class AuthenticationError(NotStartedError):
+    """Who calls is not known."""
+
+    code = "unauthenticated"
+    http_status = 401
+
+
+class ForbiddenError(NotStartedError):
+    """Who calls may not do this."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class QuotaError(NotStartedError):
+    """The project may not have more of this."""
+
+    code = "quota"
+    http_status = 429
 
 
 class ProtectedPathError(NotStartedError):

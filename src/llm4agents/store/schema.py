@@ -24,7 +24,7 @@ from sqlalchemy import (
     true,
 )
 
-HEAD: Final = "0005"
+HEAD: Final = "0006"
 """The newest migration. Kept here so that opening a store of this version need not import Alembic."""
 
 metadata = MetaData()
@@ -74,11 +74,94 @@ sandboxes = Table(
     Column("protect", JSON),  # the paths that are mounted read-only
     Column("vmm", String),  # the driver of its machine; a pause has no record to tell it from
     Column("nested", Boolean, nullable=False, server_default=false()),  # whether its guest has a /dev/kvm
+    Column("project", String, nullable=False, server_default="default", index=True),
+    Column("traffic", JSON),  # {"public": bool, "generation": int}: who may reach its ports; None: private, 0
+    Column("volumes", JSON),  # [{"volume", "path", "mode"}]: what is attached, in the order of its slots
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", String, primary_key=True),  # `default`, or prj_…
+    Column("name", String, nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+    Column("disabled_at", Float),  # its keys work no more; what it has stays
+    Column("quotas", JSON, nullable=False),  # engine.quotas.Quotas: name → number, missing means no bound
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", String, primary_key=True),  # key_…: the part of a key that is no secret
+    Column("project", String, nullable=False, index=True),
+    Column("name", String, nullable=False),
+    Column("digest", LargeBinary, nullable=False),  # SHA-256 of the key, which has 160 random bits
+    Column("scopes", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("created_by", String),  # the key that made it; None: over the unix socket, or a registration
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("used_at", Float),  # to the minute
+)
+
+invites = Table(
+    "invites",
+    metadata,
+    Column("id", String, primary_key=True),  # inv_…
+    Column("digest", LargeBinary, nullable=False, unique=True),
+    Column("note", String, nullable=False, server_default=""),
+    Column("quotas", JSON, nullable=False),  # of the project that comes of it
+    Column("uses_left", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False, index=True),
+    Column("project", String, nullable=False, index=True),
+    Column("actor", String, nullable=False),  # a key's id, `socket`, or `nobody`
+    Column("origin", String, nullable=False),  # the peer's address, or `unix`
+    Column("request", String, nullable=False),  # its id, which the answer and the log have too
+    Column("action", String, nullable=False),  # METHOD and the route's pattern
+    Column("target", String, nullable=False),  # the path, without its query
+    Column("status", Integer, nullable=False),
+    Column("code", String),  # of the error, if it was one
+    Column("duration_ms", Float, nullable=False),
+)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("project", String, primary_key=True),
+    Column("key", String, primary_key=True),
+    Column("request", LargeBinary, nullable=False),  # digest of method, path and body
+    Column("status", Integer),  # None: under way, or its server died
+    Column("answer", LargeBinary),
+    Column("at", Float, nullable=False, index=True),
+)
+
+volumes = Table(
+    "volumes",
+    metadata,
+    Column("id", String, primary_key=True),  # vol_…
+    Column("project", String, nullable=False, index=True),
+    Column("name", String, nullable=False),
+    Column("kind", String, nullable=False),  # volume | snapshot (which nothing writes to)
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("source", String),  # the volume or snapshot it was made of
+    Column("state", String, nullable=False),  # creating | ready | deleting
+    Column("metadata", JSON, nullable=False),
+    UniqueConstraint("project", "name"),
 )
 
 secrets = Table(
     "secrets",
     metadata,
+    Column("project", String, primary_key=True),
     Column("name", String, primary_key=True),
     Column("version", Integer, nullable=False),  # counts the values it has had
     Column("sealed", LargeBinary, nullable=False),  # by barrier.vault; the key is not in here

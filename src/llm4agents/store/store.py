@@ -80,6 +80,9 @@ class SandboxRow:
     protect: list[str] | None = None
     vmm: str | None = None
     nested: bool = False
+    project: str = "default"
+    traffic: dict[str, Any] | None = None
+    volumes: list[dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, row: RowMapping) -> SandboxRow:

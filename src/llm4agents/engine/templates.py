@@ -1,6 +1,6 @@
-"""Templates on this node: which there are, and building one (boot, warm, freeze, publish) when it is asked for.
+"""Templates on this node: which there are, and having one built when it is asked for.
 
-Not here: the parts a template is made of (images), what a variant is on disk (`parts`), clones (`creation`).
+Not here: how one is built (`building`), what it is made of (images), what a variant is on disk (`parts`), clones.
 """
 
 from __future__ import annotations
@@ -9,34 +9,31 @@ import asyncio
 import builtins
 import contextlib
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llm4agents import binaries, limits
 from llm4agents.barrier.ca import Authority
 from llm4agents.config import Settings
-from llm4agents.engine import contact, parts, tops
+from llm4agents.engine import parts
 from llm4agents.engine.admission import Admission
+from llm4agents.engine.building import freezing
+from llm4agents.engine.building.freezing import Plan, Workshop
+from llm4agents.engine.building.warming import warm_up
 from llm4agents.engine.parts import Parts, Shape, Variant
 from llm4agents.errors import (
-    BootError,
     ConflictError,
-    GuestError,
     HostSetupError,
     InvalidRequestError,
     LLM4AgentsError,
     NotFoundError,
     TemplateNotFoundError,
-    TimedOutError,
     VersionMismatchError,
 )
-from llm4agents.guest import code
-from llm4agents.guest.verbs import Agent, Service
+from llm4agents.guest.verbs import Agent
 from llm4agents.images import bundle, disk, spec
 from llm4agents.images.cache import Cache
 from llm4agents.images.initramfs import build_initrd
@@ -46,7 +43,7 @@ from llm4agents.images.progress import Progress, silent
 from llm4agents.images.rootfs import build_rootfs
 from llm4agents.images.spec import TemplateSpec
 from llm4agents.vmm import snapshot as snapshots
-from llm4agents.vmm.base import Driver, Machine, MachineSpec, Placement, Snapshot
+from llm4agents.vmm.base import Driver, Snapshot
 from llm4agents.vmm.choice import LABELS, Drivers, canonical
 
 __all__ = ["Progress", "Shape", "Templates", "silent", "warm_up"]
@@ -58,8 +55,7 @@ class Templates:
     def __init__(self, settings: Settings, drivers: Drivers, admission: Admission | None = None) -> None:
         """`admission` is asked for a build's memory; without one there is no bound but the host's."""
         self.cache = Cache(settings.cache)
-        self._admission = admission
-        self._run_dir = settings.run_dir
+        self._workshop = Workshop(self.cache, settings.run_dir / "vm", admission)
         self._ca_directory = settings.ca_directory
         self._authority: Authority | None = None
         self._drivers = drivers
@@ -186,7 +182,12 @@ class Templates:
                 if found is None or found[1].identity != identity:
                     if words := self._made_elsewhere(shape, identity):
                         progress("build", words, None)
-                    await self._build(wanted, made_of, shape, driver, key, dest, progress)
+                    await freezing.build(
+                        self._workshop,
+                        _plan(wanted, made_of, shape, key, dest, can.disk_format),
+                        driver,
+                        progress,
+                    )
                     found = self._find(dest)
                     if found is None:
                         raise VersionMismatchError(f"the template just built in {dest} cannot be read")
@@ -398,97 +399,6 @@ class Templates:
             ca=authority.digest,
         )
 
-    # -- building one -------------------------------------------------------------------------------------
-
-    async def _build(
-        self,
-        wanted: TemplateSpec,
-        made_of: Parts,
-        shape: Shape,
-        driver: Driver,
-        key: str,
-        dest: Path,
-        progress: Progress,
-    ) -> None:
-        async with self.cache.workdir() as tmp:
-            built = tmp / "variant"
-            built.mkdir(mode=0o755)
-            progress("disk", "making the writable disk", None)
-            upper = built / parts.UPPER
-            await disk.make_upper(upper, limits.DISK_GIB << 30)
-            boot = made_of.machine(shape, upper)
-            for attempt in range(1, limits.BOOT_TRIES + 1):
-                try:
-                    await self._boot_and_freeze(wanted, boot, driver, built, progress)
-                    break
-                except BootError:
-                    if attempt == limits.BOOT_TRIES:
-                        raise
-                    progress("boot", "the machine did not come up; trying once more", None)
-                    upper.unlink()
-                    await disk.make_upper(upper, limits.DISK_GIB << 30)
-            progress("publish", "writing the template", None)
-            if (
-                upper.stat().st_uid != os.geteuid()
-            ):  # of the VMM that wrote it: the next to have that uid is another
-                os.chown(upper, os.geteuid(), os.getegid())
-            upper.chmod(0o444)
-            form = (await driver.capabilities()).disk_format
-            await tops.of(form).finish(upper, built / parts.EMPTY, named=dest / parts.UPPER)
-            variant = Variant(
-                path=dest,
-                name=wanted.name,
-                key=key,
-                vcpus=boot.vcpus,
-                memory_mib=boot.memory_mib,
-                created_at=time.time(),
-                rootfs=made_of.rootfs,
-                rootfs_digest=made_of.rootfs_digest,
-                environment=dict(wanted.environment),
-                services=[service.name for service in wanted.warm_up.services],
-                contents=made_of.contents,
-                blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
-                ca=made_of.ca,
-                vmm=shape.vmm,
-                nested=shape.nested,
-                disk_format=form,
-            )
-            parts.save(variant, built)
-            if dest.exists():
-                shutil.rmtree(dest)
-            await in_thread(lambda _: self.cache.publish(built, dest))
-
-    async def _boot_and_freeze(
-        self, wanted: TemplateSpec, boot: MachineSpec, driver: Driver, built: Path, progress: Progress
-    ) -> None:
-        ident = f"build-{secrets.token_hex(6)}"
-        run_dir = self._run_dir / "vm" / ident
-        run_dir.mkdir(parents=True, mode=0o700)
-        machine: Machine | None = None
-        room = contextlib.AsyncExitStack()
-        try:
-            if self._admission is not None:
-                await room.enter_async_context(self._admission.building(ident, boot.memory_mib))
-            progress("boot", f"cold boot of {wanted.name}", None)
-            # Past this deadline the shim ends a build whose server has died.
-            deadline = time.time() + limits.BUILD_TIMEOUT_S
-            machine = await driver.boot(boot, Placement(ident, run_dir, deadline))
-            agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
-            await warm_up(agent, wanted, progress)
-            progress("freeze", "freezing the machine", None)
-            await agent.freeze(sync=True, drop_caches=False)
-            await agent.session.quiesce()
-            await machine.pause()
-            await machine.snapshot(built / parts.SNAPSHOT)
-            await agent.session.close()
-        except (GuestError, TimedOutError) as error:
-            raise BootError(f"the template {wanted.name} could not be warmed: {error.message}") from error
-        finally:
-            if machine is not None:
-                await asyncio.shield(machine.stop())
-            await room.aclose()
-            shutil.rmtree(run_dir, ignore_errors=True)
-
     def check_shape(self, name: str, vcpus: int, memory_mib: int) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
         if not spec.valid_name(name) or not self._pins_of(name, vcpus, memory_mib, False):
@@ -565,60 +475,31 @@ class Templates:
         }
 
 
-async def warm_up(
-    agent: Agent, wanted: TemplateSpec, progress: Progress = silent, *, services_only: bool = False
-) -> None:
-    """Start the services of a template in a booted machine, and (unless `services_only`) run what warms it."""
-    await agent.set_env(dict(wanted.environment))
-    for service in wanted.warm_up.services:
-        progress("warm", f"starting {service.name}", None)
-        await agent.exec(
-            list(service.argv),
-            env=dict(service.env),
-            user=service.user,
-            cwd=service.cwd,
-            service=Service(service.name, service.restore_signal),
-        )
-        if service.ready_socket is not None:
-            await _ready(agent, service.ready_socket, service.ready_timeout_s)
-    if services_only:
-        return
-    steps = wanted.warm_up.steps
-    for index, step in enumerate(steps):
-        progress("warm", " ".join(step.argv)[:60], index / max(1, len(steps)))
-        process = await agent.exec(list(step.argv), user=step.user, timeout_s=step.timeout_s)
-        said = b""
-        async for _, data in process:
-            said = (said + data)[-2000:]
-        status = await process.wait()
-        if status.exit_code != 0 and not step.may_fail:
-            words = (
-                said.decode(errors="replace").strip() or f"it ended with {status.exit_code or status.signal}"
-            )
-            raise GuestError(f"`{' '.join(step.argv)[:80]}` failed: {words}")
-    for index, cell in enumerate(wanted.warm_up.cells):
-        progress("warm", "running Python", index / len(wanted.warm_up.cells))
-        async with contextlib.aclosing(code.run(agent, cell, context="warm-up", timeout_s=120)) as events:
-            async for _ in events:
-                pass
-    if wanted.warm_up.cells:
-        await code.restart(agent, "warm-up")
-        # The first cell of the context that people use; its answer must be in the frozen page cache too.
-        async with contextlib.aclosing(code.run(agent, "None", timeout_s=120)) as events:
-            async for _ in events:
-                pass
-        await code.restart(agent)
+def _plan(
+    wanted: TemplateSpec, made_of: Parts, shape: Shape, key: str, dest: Path, form: Literal["qcow2", "raw"]
+) -> Plan:
+    async def upper(path: Path) -> None:
+        await disk.make_upper(path, limits.DISK_GIB << 30)
 
+    async def warm(agent: Agent, progress: Progress) -> None:
+        await warm_up(agent, wanted, progress)
 
-async def _ready(agent: Agent, path: str, timeout_s: float) -> None:
-    """Wait until something listens on the unix socket `path` in the guest."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while True:
-        try:
-            (await agent.connect(unix=path)).close()
-            return
-        except LLM4AgentsError as error:
-            if loop.time() > deadline or agent.session.closed.done():
-                raise BootError(f"nothing listens on {path} in the guest after {timeout_s:g} s") from error
-        await asyncio.sleep(0.2)
+    variant = Variant(
+        path=dest,
+        name=wanted.name,
+        key=key,
+        vcpus=shape.vcpus,
+        memory_mib=shape.memory_mib,
+        created_at=0.0,
+        rootfs=made_of.rootfs,
+        rootfs_digest=made_of.rootfs_digest,
+        environment=dict(wanted.environment),
+        services=[service.name for service in wanted.warm_up.services],
+        contents=made_of.contents,
+        blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
+        ca=made_of.ca,
+        vmm=shape.vmm,
+        nested=shape.nested,
+        disk_format=form,
+    )
+    return Plan(variant, lambda upper: made_of.machine(shape, upper), upper, warm)

@@ -14,6 +14,7 @@ import structlog
 from starlette.requests import HTTPConnection, Request
 
 from llm4agents import protected
+from llm4agents.api.proxy.address import Names
 from llm4agents.config import Settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
@@ -38,6 +39,13 @@ class Context:
     active: int = 0
     """Requests under way."""
     last_request_s: float = field(default_factory=time.monotonic)
+    names: Names = field(init=False)
+    """What this server and the ports of its sandboxes are called."""
+    listening: tuple[str, str, int] | None = None
+    """Scheme, host and port of the TCP listener, once it listens."""
+
+    def __post_init__(self) -> None:
+        self.names = Names.of(self.settings)
 
 
 def of(request: HTTPConnection) -> Context:

@@ -72,7 +72,7 @@ def test_the_host_name_can_say_the_port() -> None:
             ),
             OK,
         )
-        headers = {"host": f"{port}-{HOST_ID}.sandbox.example"}
+        headers = {"host": f"{port}-{HOST_ID}.localhost"}
         answer = await bench.http.get("/v1/server", headers=headers)  # any path is the guest's
         assert answer.headers["location"] == "http://127.0.0.1:1/in"  # another port is another origin
         assert (await bench.http.get("/", headers=headers)).text == "ok"

@@ -76,7 +76,7 @@ def test_what_each_side_is_told_of_the_other() -> None:
         assert request.headers["cookie"] == "a=1"
         assert request.headers["x-forwarded-host"] == "public.example"
         assert request.headers.get_all("sec-websocket-key") == [request.headers["sec-websocket-key"]]
-        uri = f"ws://{port}-{HOST_ID}.example/tcp"  # a path like any other there
+        uri = f"ws://{port}-{HOST_ID}.localhost/tcp"  # a path like any other there
         async with unix_connect(str(bench.socket), uri, subprotocols=["vite-hmr"]) as connection:
             await connection.send("x")
             assert await connection.recv() == "x"

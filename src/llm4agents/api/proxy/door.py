@@ -39,7 +39,7 @@ class Ports:
             return await self.app(scope, receive, send)
         answer = _Answer(send)
         try:
-            target = address.of(scope)
+            target = address.of(scope, self.context.names)
             if target is None:
                 return await self.app(scope, receive, send)
             self.context.active += 1

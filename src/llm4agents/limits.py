@@ -245,6 +245,10 @@ PROTECT_BYTES_MAX: Final = 1 << 30
 PROTECT_ENTRIES_MAX: Final = 100_000
 SECRETS_MAX: Final = 1_000
 
+# Who calls
+KEYS_PER_PROJECT_MAX: Final = 1_000
+"""That are not revoked."""
+
 # Intercept
 INTERCEPT_BUILD_TIMEOUT_S: Final = 900.0
 INTERCEPT_HEAD_BYTES_MAX: Final = 65_536

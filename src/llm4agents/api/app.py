@@ -36,6 +36,7 @@ from llm4agents.api.routes import (
     trees,
 )
 from llm4agents.errors import (
+    AuthenticationError,
     CapacityError,
     InvalidRequestError,
     LLM4AgentsError,
@@ -46,6 +47,27 @@ from llm4agents.errors import (
 
 log = structlog.get_logger()
 _WHILE_STOPPING = ("/v1/server", "/v1/server/stop")
+
+
+class Gated:
+    """Refuses what no gate has let in for a route (`api.access.gate`): an application served bare serves nobody."""
+
+    def __init__(self, app: ASGIApp, context: Context) -> None:
+        self.app, self.context = app, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                if scope.get("state", {}).get("admitted") != "route":
+                    raise AuthenticationError("this call came through no gate")
+            except LLM4AgentsError as error:
+                refusal = problem(error, self.context)
+                if scope["type"] == "websocket":
+                    await WebSocket(scope, receive, send).send_denial_response(refusal)
+                else:
+                    await refusal(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class Counted:
@@ -125,6 +147,7 @@ def create_app(context: Context) -> FastAPI:
         app.include_router(module.router)
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)
+    app.add_middleware(Gated, context=context)
     app.add_middleware(Ports, context=context)
 
     @app.exception_handler(LLM4AgentsError)

@@ -18,8 +18,14 @@ from llm4agents.api.proxy.address import Names
 from llm4agents.config import Settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
+from llm4agents.engine.principal import Principal
 from llm4agents.engine.tracing import Tracing
-from llm4agents.errors import InvalidRequestError, ProtectedPathError, SandboxNotFoundError
+from llm4agents.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ProtectedPathError,
+    SandboxNotFoundError,
+)
 
 log = structlog.get_logger()
 
@@ -50,6 +56,14 @@ class Context:
 
 def of(request: HTTPConnection) -> Context:
     return cast(Context, request.app.state.context)
+
+
+def principal(request: HTTPConnection) -> Principal:
+    """Who calls: as `api.access.gate` found out. Raises AuthenticationError for what came past it."""
+    found = request.scope.get("state", {}).get("principal")
+    if not isinstance(found, Principal):
+        raise AuthenticationError("this call came through no gate")
+    return found
 
 
 def check_id(sandbox: str) -> str:

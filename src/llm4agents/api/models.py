@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from llm4agents import limits
-from llm4agents.engine import network
+from llm4agents.engine import names, network
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -313,7 +313,8 @@ def sandbox(row: Any) -> dict[str, Any]:
     """A sandbox as the wire has it."""
     return {
         "id": row.id,
-        "template": row.template,
+        "template": names.shown(row.template),
+        "project": row.project,
         "state": row.state,
         "reason": row.reason,
         "created_at": row.created_at,

@@ -23,6 +23,7 @@ import structlog
 import uvicorn
 
 from llm4agents import limits
+from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import Settings, settings
@@ -138,7 +139,7 @@ async def serve(where: Settings) -> None:
         await engine.start()
         sock = listen(where.socket_path)
         config = uvicorn.Config(
-            create_app(context),
+            guarded(create_app(context), context, via="unix"),
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -28,6 +28,7 @@ from llm4agents.engine.creation import Origin
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
 from llm4agents.engine.keeping import Keeper, due
+from llm4agents.engine.keys import Keys
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
@@ -35,6 +36,8 @@ from llm4agents.engine.network import Asked, Networks
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.pool import Pool
+from llm4agents.engine.principal import DEFAULT
+from llm4agents.engine.projects import Projects
 from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
@@ -88,6 +91,8 @@ class Wish:
     """As in docs/howto/network.md; None: the server's default."""
     protect: tuple[str, ...] = ()
     """Paths of the template to have read-only, as `protecting.wanted` gives them."""
+    project: str = DEFAULT
+    """Whose it is; `template` is then a ref (`engine.names`)."""
 
 
 class Engine(Acts):
@@ -109,6 +114,8 @@ class Engine(Acts):
         self.places = Places(settings.state, settings.run_dir)
         self.secrets = Secrets(store, Vault(settings.state, settings.vault_key))
         self.protecting = Protecting(self.templates.cache, self.drivers, self.admission, self.places.machines)
+        self.projects = Projects(store)
+        self.keys = Keys(store, self.projects)
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
@@ -329,16 +336,19 @@ class Engine(Acts):
             disk=tops.of(variant.disk_format).chain(),
             vmm=variant.vmm,
             nested=variant.nested,
+            project=wish.project,
         )
 
     def get(self, sandbox: str) -> SandboxRow:
         """The row of a sandbox, alive or ended. Raises SandboxNotFoundError."""
-        if (live := self._live.get(sandbox)) is not None:
-            return live.row
-        row = self.store.get(sandbox)
+        row = self.find(sandbox)
         if row is None:
             raise SandboxNotFoundError(f"there is no sandbox {sandbox}", hint="llm4agents ls shows them")
         return row
+
+    def find(self, sandbox: str) -> SandboxRow | None:
+        live = self._live.get(sandbox)
+        return live.row if live is not None else self.store.get(sandbox)
 
     def live(self, sandbox: str) -> Live:
         """The running sandbox. Raises SandboxNotFoundError, SandboxDiedError (with why it ended)."""

@@ -18,6 +18,7 @@ import uvicorn
 from tests.unit.engine.test_live import Bench
 from tests.unit.guest.agent_process import serving
 
+from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import settings
@@ -96,7 +97,11 @@ async def proxied() -> AsyncIterator[Proxied]:
         context = Context(settings(), cast(Engine, _Engine(live)))
         path = Path(directory) / "s"
         config = uvicorn.Config(
-            create_app(context), uds=str(path), lifespan="off", log_config=None, access_log=False
+            guarded(create_app(context), context, via="unix"),
+            uds=str(path),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
         )
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]

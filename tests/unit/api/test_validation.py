@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from llm4agents import config, limits
+from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.engine.engine import Engine
@@ -37,7 +38,9 @@ def context(tmp_path: Path) -> Iterator[Context]:
 
 def ask(context: Context, calls: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        transport = httpx.ASGITransport(create_app(context), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            guarded(create_app(context), context, via="unix"), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
             return await calls(client)
 

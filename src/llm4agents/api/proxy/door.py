@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 
 import structlog
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llm4agents.api.access import ports
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
+from llm4agents.api.context import principal as principal_of
 from llm4agents.api.proxy import address
 from llm4agents.api.proxy.address import Target
 from llm4agents.api.proxy.exchange import Exchange
@@ -61,6 +64,7 @@ class Ports:
     async def _serve(self, target: Target, scope: Scope, receive: Receive, send: _Answer) -> None:
         if self.context.stop.is_set():
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
+        ports.check(self.context, principal_of(HTTPConnection(scope)), target.sandbox)
         http = scope["type"] == "http"
         if http and target.path is None and scope["method"] in ("GET", "HEAD"):
             # Relative links of the page must resolve below the prefix.

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
-from llm4agents.engine import lifecycle, protecting
+from llm4agents.engine import lifecycle, names, protecting
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
@@ -24,8 +24,9 @@ router = APIRouter(prefix="/v1/sandboxes")
 
 @router.post("", status_code=201)
 async def create(body: models.Create, request: Request) -> Response:
+    principal = context.principal(request)
     wish = Wish(
-        template=body.template,
+        template=names.ref(body.template, principal.project),
         idle_timeout_s=body.timeout_s,
         life_s=body.life_s,
         vcpus=body.vcpus,
@@ -42,6 +43,7 @@ async def create(body: models.Create, request: Request) -> Response:
         keep_s=body.keep_s,
         network=body.network,
         protect=protecting.wanted(context.guest_path(path) for path in body.protect),
+        project=principal.project,
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):

@@ -1,0 +1,1 @@
+"""Who may do what: the outermost layer of the server. `gate.guarded` wraps the application once for each listener."""

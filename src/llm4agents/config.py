@@ -140,6 +140,11 @@ class Settings:
     """How clients reach the server, when a proxy stands before it."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks whose `X-Forwarded-*` and `Forwarded` are believed, between commas."""
+    registry: str | None = None
+    """`LLM4AGENTS_REGISTRY=HOST[:PORT][/PREFIX]`: where images are that are named without a host."""
+    registries: str = ""
+    """`LLM4AGENTS_REGISTRIES`: registries that may lie at private addresses, be spoken to without TLS or be elsewhere
+    than their name says, between commas: `HOST`, `http://HOST:PORT`, `NAME=[http://]HOST[:PORT][/PREFIX]`."""
     registration: bool = False
     """Whether `POST /v1/register` takes invite codes."""
 
@@ -290,6 +295,8 @@ def load(env: Mapping[str, str]) -> Settings:
         tls_local=boolean("TLS_LOCAL", False),
         public_url=text("PUBLIC_URL"),
         trusted_proxies=tuple(filter(None, (p.strip() for p in (text("TRUSTED_PROXIES") or "").split(",")))),
+        registry=text("REGISTRY"),
+        registries=text("REGISTRIES") or "",
         registration=boolean("REGISTRATION", False),
     )
 

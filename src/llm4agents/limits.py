@@ -145,6 +145,39 @@ SANDBOX_LOG_BYTES_MAX: Final = 262_144
 CONSOLE_BYTES_MAX: Final = 8_192
 """The end of a console that is told or kept."""
 
+# Images from registries (images/oci): what is read may be anybody's
+OCI_DOCUMENT_BYTES_MAX: Final = 4_194_304
+"""Of a manifest, an index, a configuration."""
+OCI_INDEX_ENTRIES_MAX: Final = 1_024
+OCI_LAYERS_MAX: Final = 256
+OCI_LAYER_BYTES_MAX: Final = 8 << 30
+"""Of one layer as it is kept (mostly compressed)."""
+OCI_LAYERS_BYTES_MAX: Final = 16 << 30
+OCI_UNPACKED_BYTES_MAX: Final = 32 << 30
+"""Of all layers' tars together, and of the root file system."""
+OCI_RATIO_MAX: Final = 200
+"""How many bytes one byte of a layer may unpack to, past OCI_RATIO_FREE_BYTES."""
+OCI_RATIO_FREE_BYTES: Final = 256 << 20
+OCI_ENTRIES_MAX: Final = 500_000
+"""Of all layers together, with what later ones replace."""
+OCI_DEPTH_MAX: Final = 128
+OCI_HEADER_BYTES_MAX: Final = 1_048_576
+"""Of what one member of a tar says of itself before its content: long names, extended attributes."""
+OCI_SPARSE_EXTENTS_MAX: Final = 65_536
+OCI_NOTES_MAX: Final = 100
+OCI_DOWNLOADS_MAX: Final = 4
+"""Layers of one image that are fetched at once."""
+OCI_TRIES: Final = 5
+OCI_CONNECT_TIMEOUT_S: Final = 15.0
+OCI_READ_TIMEOUT_S: Final = 60.0
+"""How long a registry may say nothing."""
+OCI_WAIT_S_MAX: Final = 30.0
+"""How long is waited before a request is made again, whatever the registry asks for."""
+OCI_REDIRECTS_MAX: Final = 5
+OCI_WORKER_MEMORY_BYTES: Final = 4 << 30
+"""Address space of the process that reads an image's layers."""
+OCI_WORKER_CPU_S: Final = 1_800
+
 # Network (docs/design/barrier.md). The addresses are baked into templates: every sandbox has the same.
 GUEST_MAC: Final = "02:4c:34:00:00:01"
 GATEWAY_MAC: Final = "02:4c:34:00:00:02"

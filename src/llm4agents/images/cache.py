@@ -67,10 +67,15 @@ class Cache:
         path = self.blob_path(digest)
         return path if path.is_file() else None
 
-    def ingest(self, path: Path, cancel: Cancel | None = None) -> tuple[str, Path]:
-        """Move a finished file of a tmpdir into the store, read-only; returns its digest and its new path."""
+    def ingest(
+        self, path: Path, cancel: Cancel | None = None, *, digest: str | None = None
+    ) -> tuple[str, Path]:
+        """Move a finished file of a tmpdir into the store, read-only; returns its digest and its new path.
+
+        `digest`: its SHA-256 for who has computed it while writing it.
+        """
         with room(self.root):
-            digest = sha256_file(path, cancel)
+            digest = digest or sha256_file(path, cancel)
             dest = self.blob_path(digest)
             if not dest.is_file():
                 path.chmod(0o444)

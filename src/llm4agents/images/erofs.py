@@ -1,8 +1,8 @@
-"""An EROFS image written from tar streams: what `protect=` mounts read-only in a guest. Blocking I/O.
+"""EROFS images written from trees in memory: root file systems (`images.oci`), what `protect=` mounts. Blocking I/O.
 
-mkfs.erofs wants a directory on this machine, so a guest's files, owners and links would have to be unpacked here, as
-root. This needs neither: a tar stream is read twice, once for its headers and once for its bytes. Not compressed, no
-extended attributes, every inode in the long form; the same files give the same bytes.
+mkfs.erofs wants a directory on this machine, so a stranger's files, owners and links would have to be unpacked here, as
+root. This needs neither: a tar stream is read twice, once for its headers and once for its bytes. Not compressed, every
+inode in the long form, short files and ends of files beside it; the same files give the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
@@ -25,15 +25,24 @@ _INODE = struct.Struct("<HHHHQIIIIQII16s")
 _DIRENT = struct.Struct("<QHBB")
 _INODE_BYTES, _SLOT_BYTES = 64, 32
 _META_BLOCK = 1
-_LONG_PLAIN = 1
-"""Of an inode's format: the long form, its data in whole blocks one after another."""
-_KINDS = {stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFLNK: 7}
+_LONG_PLAIN, _LONG_INLINE = 1, 5
+"""Of an inode's format: the long form; its data in whole blocks one after another, or the last piece beside it."""
+_INLINE_BYTES_MAX = 2_048
+"""Of a file's last piece: what is longer has a block of its own, or gaps would eat what is saved."""
+_KINDS = {stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFIFO: 5, stat.S_IFLNK: 7}
+_PREFIXES = (
+    (b"user.", 1),
+    (b"system.posix_acl_access", 2),
+    (b"system.posix_acl_default", 3),
+    (b"security.", 6),
+)
+_ATTRIBUTES_HEADER_BYTES = 12
 _PIECE_BYTES = 1_048_576
 
 
 @dataclass(slots=True)
 class Inode:
-    """`at`: where a file's bytes are in the spool; `target`: of a link."""
+    """`at`: where a file's bytes are in its spool, whose number is `spool`; `target`: of a link."""
 
     mode: int
     uid: int
@@ -46,6 +55,19 @@ class Inode:
     links: int = 0
     number: int = 0
     block: int = 0
+    place: int = 0
+    """Where it is in the area of inodes."""
+    tail: int = 0
+    """How many of its last bytes are beside it."""
+    spool: int = 0
+    data: bytes | None = None
+    """A file's content, if it is in no spool."""
+    extents: tuple[tuple[int, int, int], ...] | None = None
+    """Of a file with holes, in order: (offset in it, offset in its spool, length)."""
+    attributes: dict[bytes, bytes] | None = None
+    """Extended ones, by their whole names: user.*, security.* and POSIX ACLs."""
+    layer: int = 0
+    """Whose it is, for who merges trees."""
 
     @property
     def directory(self) -> bool:
@@ -152,63 +174,165 @@ class Image:
 
     def write(self, out: BinaryIO) -> int:
         """The image, from the beginning of `out` (which is empty); its size in bytes."""
-        inodes = list(self._numbered())
-        blocks = _META_BLOCK + _blocks((len(inodes) + 1) * _INODE_BYTES)
-        folders: dict[int, bytes] = {}
-        for inode, parent in inodes:
-            if inode.directory:
-                folders[inode.number] = _directory(inode, parent)
-                inode.size = len(folders[inode.number])
-            inode.block = blocks if inode.size else 0
-            blocks += _blocks(inode.size)
-        out.write(bytes(1_024) + self._super(len(inodes), blocks))
-        out.seek(_META_BLOCK * BLOCK + _INODE_BYTES)  # number 0 is nobody's: some programs take it for "none"
-        for inode, _ in inodes:
-            out.write(_packed(inode))
-        for inode, _ in inodes:
-            if inode.size:
+        return write(
+            self.root,
+            [self._spool],
+            out,
+            uuid=b"llm4agents-prot\1",
+            label=b"protected",
+            least=limits.VOLUME_SLOT_BYTES,
+        )
+
+
+def write(
+    root: Inode,
+    spools: Sequence[BinaryIO],
+    out: BinaryIO,
+    *,
+    uuid: bytes,
+    label: bytes,
+    least: int = 0,
+    progress: Callable[[float], None] = lambda done: None,
+) -> int:
+    """The image of the tree below `root` from the beginning of `out` (which is empty); its size in bytes.
+
+    Raises ProtocolError when a spool ends before what is to be in it.
+    """
+    inodes = list(_numbered(root))
+    place = _INODE_BYTES  # number 0 is nobody's: some programs take it for "none"
+    for inode, _ in inodes:
+        if inode.directory:
+            inode.size = _directory_size(inode)
+        place = _placed(inode, place)
+    blocks = _META_BLOCK + _blocks(place)
+    for inode, _ in inodes:
+        whole = _blocks(inode.size - inode.tail)
+        inode.block = blocks if whole else 0
+        blocks += whole
+    meta, first = _META_BLOCK * BLOCK, _META_BLOCK
+    out.write(bytes(1_024) + _super(root, len(inodes), blocks, uuid, label))
+    for inode, _ in inodes:
+        out.seek(meta + inode.place)
+        out.write(_packed(inode))
+        if inode.tail and not inode.directory:
+            out.write(content(inode, spools, inode.size - inode.tail, inode.tail))
+    done = 0
+    for inode, parent in inodes:
+        if inode.directory:
+            entries = _directory(inode, parent)
+            rest = len(entries) - inode.tail
+            if inode.tail:
+                out.seek(meta + inode.place + _INODE_BYTES + _attributes_size(inode))
+                out.write(entries[rest:])
+            if rest:
                 out.seek(inode.block * BLOCK)
-                if inode.directory:
-                    out.write(folders[inode.number])
-                elif inode.target:
-                    out.write(inode.target)
-                else:
-                    self._copy(inode, out)
-        size = max(blocks * BLOCK, limits.VOLUME_SLOT_BYTES)
-        out.truncate(size)
-        return size
+                out.write(entries[:rest])
+        elif inode.size > inode.tail:
+            _copy(inode, spools, out)
+            done += 1
+            if not done % 256:
+                progress((inode.block - first) / blocks)
+    size = max(blocks * BLOCK, least)
+    out.truncate(size)
+    return size
 
-    def _numbered(self) -> Iterator[tuple[Inode, Inode]]:
-        """Every inode once, with its parent, in the order of their names; numbers and counts of links are set."""
-        todo = [(self.root, self.root)]
-        number = 0
-        while todo:
-            inode, parent = todo.pop()
-            inode.links += 1
-            if inode.number:
-                continue
-            number += 1
-            inode.number = number
-            if inode.directory:
-                inode.links = 2 + sum(child.directory for child in inode.children.values())
-                todo += [(inode.children[name], inode) for name in sorted(inode.children, reverse=True)]
-            yield inode, parent
 
-    def _copy(self, inode: Inode, out: BinaryIO) -> None:
-        self._spool.seek(inode.at)
-        left = inode.size
-        while left:
-            piece = self._spool.read(min(left, _PIECE_BYTES))
-            if not piece:
-                raise ProtocolError("the guest's tar stream broke off")
+def _numbered(root: Inode) -> Iterator[tuple[Inode, Inode]]:
+    """Every inode once, with its parent, in the order of their names; numbers and counts of links are set."""
+    todo = [(root, root)]
+    number = 0
+    while todo:
+        inode, parent = todo.pop()
+        inode.links += 1
+        if inode.number:
+            continue
+        number += 1
+        inode.number = number
+        if inode.directory:
+            inode.links = 2 + sum(child.directory for child in inode.children.values())
+            todo += [(inode.children[name], inode) for name in sorted(inode.children, reverse=True)]
+        yield inode, parent
+
+
+def _placed(inode: Inode, place: int) -> int:
+    """Gives it its place, at `place` or after it, and what of its data goes there too; where the next may begin."""
+    head = _INODE_BYTES + _attributes_size(inode)
+    tail = inode.size % BLOCK
+    most = BLOCK if inode.directory or inode.target else _INLINE_BYTES_MAX
+    inode.tail = tail if tail <= most and head + tail <= BLOCK else 0
+    if inode.tail and place % BLOCK + head + inode.tail > BLOCK:
+        place += -place % BLOCK  # what is beside an inode does not go over a block's end
+    inode.place = place
+    place += head + inode.tail
+    return place + -place % _SLOT_BYTES
+
+
+def _attributes(inode: Inode) -> list[bytes]:
+    found = []
+    for name, value in sorted((inode.attributes or {}).items()):
+        prefix, index = next(item for item in _PREFIXES if name.startswith(item[0]))
+        rest = name[len(prefix) :]
+        entry = struct.pack("<BBH", len(rest), index, len(value)) + rest + value
+        found.append(entry + bytes(-len(entry) % 4))
+    return found
+
+
+def _attributes_size(inode: Inode) -> int:
+    if not inode.attributes:
+        return 0
+    return _ATTRIBUTES_HEADER_BYTES + sum(map(len, _attributes(inode)))
+
+
+def storable(name: bytes, value: bytes) -> bool:
+    """Whether an extended attribute of that name has a place in an image. Pure."""
+    prefix = next((prefix for prefix, _ in _PREFIXES if name.startswith(prefix)), None)
+    return prefix is not None and len(name) - len(prefix) < 256 and len(value) < 65_536
+
+
+def content(inode: Inode, spools: Sequence[BinaryIO], begin: int, length: int) -> bytes:
+    """That piece of a file or link, holes as zeros."""
+    if inode.target or inode.data is not None:
+        return (inode.target or inode.data or b"")[begin : begin + length]
+    found = bytearray(length)
+    for offset, at, size in inode.extents if inode.extents is not None else ((0, inode.at, inode.size),):
+        first, last = max(offset, begin), min(offset + size, begin + length)
+        if first < last:
+            found[first - begin : last - begin] = _read(
+                spools[inode.spool], at + first - offset, last - first
+            )
+    return bytes(found)
+
+
+def _read(spool: BinaryIO, at: int, length: int) -> bytes:
+    spool.seek(at)
+    data = spool.read(length)
+    if len(data) < length:
+        raise ProtocolError("the guest's tar stream broke off")
+    return data
+
+
+def _copy(inode: Inode, spools: Sequence[BinaryIO], out: BinaryIO) -> None:
+    """Its whole blocks; holes stay holes."""
+    whole = inode.size - inode.tail
+    if inode.target or inode.data is not None:
+        out.seek(inode.block * BLOCK)
+        out.write(content(inode, spools, 0, whole))
+        return
+    for offset, at, size in inode.extents if inode.extents is not None else ((0, inode.at, inode.size),):
+        out.seek(inode.block * BLOCK + offset)
+        left = min(offset + size, whole) - offset
+        while left > 0:
+            piece = _read(spools[inode.spool], at, min(left, _PIECE_BYTES))
             out.write(piece)
             left -= len(piece)
+            at += len(piece)
 
-    def _super(self, count: int, blocks: int) -> bytes:
-        return _SUPER.pack(
-            MAGIC, 0, 0, 12, 0, _nid(self.root), count, 0, 0, blocks, _META_BLOCK, 0,
-            b"llm4agents-prot\1", b"protected".ljust(16, b"\0"), 0, 0, 0, 0, 0, 0, 0, 0, 0, bytes(23),
-        )  # fmt: skip
+
+def _super(root: Inode, count: int, blocks: int, uuid: bytes, label: bytes) -> bytes:
+    return _SUPER.pack(
+        MAGIC, 0, 0, 12, 0, _nid(root), count, 0, 0, blocks, _META_BLOCK, 0,
+        uuid, label.ljust(16, b"\0"), 0, 0, 0, 0, 0, 0, 0, 0, 0, bytes(23),
+    )  # fmt: skip
 
 
 def _find(top: Inode, parts: list[bytes]) -> Inode | None:
@@ -223,15 +347,31 @@ def _blocks(size: int) -> int:
 
 
 def _nid(inode: Inode) -> int:
-    return inode.number * (_INODE_BYTES // _SLOT_BYTES)
+    return inode.place // _SLOT_BYTES
 
 
 def _packed(inode: Inode) -> bytes:
+    """The inode and its extended attributes."""
     seconds, nanoseconds = divmod(inode.mtime_ns, 10**9)
-    return _INODE.pack(
-        _LONG_PLAIN, 0, inode.mode, 0, inode.size, inode.block, inode.number, inode.uid, inode.gid,
+    entries = _attributes(inode) if inode.attributes else []
+    count = sum(map(len, entries)) // 4 + 1 if entries else 0
+    head = _INODE.pack(
+        _LONG_INLINE if inode.tail else _LONG_PLAIN,
+        count, inode.mode, 0, inode.size, inode.block, inode.number, inode.uid, inode.gid,
         seconds & (2**64 - 1), nanoseconds, inode.links, bytes(16),
     )  # fmt: skip
+    return head + bytes(_ATTRIBUTES_HEADER_BYTES) + b"".join(entries) if entries else head
+
+
+def _directory_size(inode: Inode) -> int:
+    """What `_directory` comes to, before anything has a place."""
+    size = used = 0
+    for name in sorted([b".", b"..", *inode.children]):
+        entry = _DIRENT.size + len(name)
+        if used + entry > BLOCK:
+            size, used = size + BLOCK, 0
+        used += entry
+    return size + used
 
 
 def _directory(inode: Inode, parent: Inode) -> bytes:

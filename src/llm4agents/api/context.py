@@ -16,6 +16,7 @@ from starlette.requests import HTTPConnection, Request
 from llm4agents import protected
 from llm4agents.api.proxy.address import Names
 from llm4agents.config import Settings
+from llm4agents.engine import names as template_names
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
 from llm4agents.engine.principal import Principal
@@ -64,6 +65,17 @@ def principal(request: HTTPConnection) -> Principal:
     if not isinstance(found, Principal):
         raise AuthenticationError("this call came through no gate")
     return found
+
+
+def template(request: HTTPConnection, name: str) -> str:
+    """The ref (`engine.names`) of what the caller calls `name`; who sees all may also give a ref.
+
+    Raises TemplateNotFoundError, InvalidRequestError.
+    """
+    caller = principal(request)
+    if caller.sees_all and "@" in name and template_names.valid(name):
+        return name
+    return template_names.new(name, caller.project)
 
 
 def check_id(sandbox: str) -> str:

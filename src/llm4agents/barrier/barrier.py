@@ -78,8 +78,8 @@ class Parts:
     sockets: Callable[[str], Awaitable[Sockets | None]]
     """The planted sockets of a sandbox (`tcp`, `udp`, `packets`) and a `pidfd` of its VMM; copies, closed here. None:
     it has none, or has ended."""
-    secrets: Callable[[Iterable[str]], Awaitable[Values]]
-    """Values of these secrets; those that are not there are left out."""
+    secrets: Callable[[str, Iterable[str]], Awaitable[Values]]
+    """Values of these secrets for a sandbox; those that are not there are left out."""
     authority: Callable[[], tuple[str, str]]
     """Certificate and key (PEM) of the node's CA."""
     interpreter: Callable[[], Awaitable[Path]]
@@ -294,9 +294,12 @@ class Barrier:
         entry = self._entries.get(sandbox)
         return None if entry is None else entry.problem
 
-    async def rotated(self, name: str) -> None:
-        """A secret has another value, or none: those that use it get what there is now."""
-        users = [(key, entry) for key, entry in self._entries.items() if name in entry.wish.secrets]
+    async def rotated(self, name: str, of: Callable[[str], bool] = lambda _: True) -> None:
+        """A secret has another value, or none: the sandboxes that use it get what there is now.
+
+        `of`: whose it is; another's secret of that name is another.
+        """
+        users = [(key, one) for key, one in self._entries.items() if name in one.wish.secrets and of(key)]
         for _, entry in users:
             entry.values_known = False
         await asyncio.gather(*(self._agree(key, entry) for key, entry in users))
@@ -405,7 +408,7 @@ class Barrier:
         worker = await self._interceptor()
         epoch, told = self._intercept_epoch, entry.intercept
         if told is None or told[0] != epoch or told[1].secrets != wish.secrets:
-            values = dict(await self._parts.secrets(wish.secrets))
+            values = dict(await self._parts.secrets(sandbox, wish.secrets))
             answer = await self._ask(
                 worker, {"op": "join", "sandbox": sandbox, "policy": dict(wish.policy), "secrets": values}
             )
@@ -419,7 +422,7 @@ class Barrier:
             entry.intercept = (epoch, wish)
             cut = int(answer.get("cut") or 0)
         if not entry.values_known:
-            values = dict(await self._parts.secrets(wish.secrets))
+            values = dict(await self._parts.secrets(sandbox, wish.secrets))
             await self._ask(worker, {"op": "secrets", "sandbox": sandbox, "secrets": values})
             entry.values_known = True
         return cut

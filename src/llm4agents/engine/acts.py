@@ -319,8 +319,8 @@ class Acts(ABC):
 
         When it returns, what the new one does not allow is over. Raises what `Networks.asked` and `update` do.
         """
-        self._check(sandbox, "extend")
-        asked = await self.node.networks.asked(value, progress)
+        project = self._check(sandbox, "extend").project
+        asked = await self.node.networks.asked(value, progress, project)
         return await self._to_the_end(self._update_network(sandbox, asked))
 
     async def _update_network(self, sandbox: str, asked: Asked) -> tuple[SandboxRow, int]:

@@ -251,7 +251,7 @@ class Engine(Acts):
                 f"KVM is required and cannot be used: {can.why_not_kvm}",
                 hint="leave out --require-kvm (LLM4AGENTS_REQUIRE_KVM) to run in software emulation",
             )
-        asked = await self.networks.asked(wish.network, progress)
+        asked = await self.networks.asked(wish.network, progress, wish.project)
         if asked.wish.intercepts:
             variant, _ = self.templates.ready(shape) or await self.templates.variant(shape, progress)
             parts.check_ca(variant, self.templates.authority().digest)
@@ -520,9 +520,9 @@ class Engine(Acts):
         except HostSetupError:
             return None
 
-    async def top(self) -> list[dict[str, Any]]:
-        """What each sandbox that lives takes now (`engine.top`)."""
-        return await top.sandboxes(self.store.alive(), self._live)
+    async def top(self, project: str | None = None) -> list[dict[str, Any]]:
+        """What each sandbox (of a project) that lives takes now (`engine.top`)."""
+        return await top.sandboxes(self.store.alive(project), self._live)
 
     async def isolation(self, sandbox: str) -> dict[str, Any]:
         """How its processes are confined (`engine.isolation`). Raises what `live` does, ConflictError."""

@@ -21,6 +21,7 @@ def line(event: dict[str, Any]) -> dict[str, Any]:
         "type": "transition",
         "id": event["id"],
         "sandbox": event["sandbox"],
+        "project": event["project"],
         "sequence": event["sequence"],
         "from": event["from_state"],
         "to": event["to_state"],
@@ -39,19 +40,23 @@ class Feed:
         self._closed = False
         store.on_transition.append(lambda *_: self._wake())
 
-    def page(self, after: int, limit: int = PAGE, sandbox: str | None = None) -> list[dict[str, Any]]:
-        return [line(event) for event in self._store.events_after(after, limit, sandbox)]
+    def page(
+        self, after: int, limit: int = PAGE, sandbox: str | None = None, project: str | None = None
+    ) -> list[dict[str, Any]]:
+        return [line(event) for event in self._store.events_after(after, limit, sandbox, project)]
 
     def newest(self) -> int:
         """The cursor of now."""
         return self._store.last_event()
 
-    async def follow(self, after: int, sandbox: str | None = None) -> AsyncGenerator[dict[str, Any], None]:
+    async def follow(
+        self, after: int, sandbox: str | None = None, project: str | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The cursor, everything behind it, then what comes, until the server stops."""
         yield {"type": "cursor", "id": after}
         while True:
             news = self._news  # taken before the page is read: what comes after that sets it
-            found = self.page(after, sandbox=sandbox)
+            found = self.page(after, sandbox=sandbox, project=project)
             for event in found:
                 after = event["id"]
                 yield event

@@ -135,9 +135,11 @@ class Jobs:
             )
         return self._carried.get(job, found)
 
-    def find(self, sandbox: str | None, states: tuple[str, ...], limit: int) -> list[JobRow]:
-        """Newest first."""
-        return self._store.find(sandbox=sandbox, states=states, limit=limit)
+    def find(
+        self, sandbox: str | None, states: tuple[str, ...], limit: int, project: str | None = None
+    ) -> list[JobRow]:
+        """Newest first; of a sandbox, of a project's, or all."""
+        return self._store.find(sandbox=sandbox, states=states, limit=limit, project=project)
 
     def runs(self, job: JobRow, limit: int) -> list[RunRow]:
         """Newest first; limits.JOB_RUNS_KEPT are kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from llm4agents.engine.principal import DEFAULT
-from llm4agents.errors import TemplateNotFoundError
+from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
 from llm4agents.images import spec
 
 _PROJECT = re.compile(r"prj_[a-z0-9]{12}")
@@ -22,6 +22,16 @@ def ref(name: str, project: str) -> str:
             f"there is no template {name[:100]!r}", hint="llm4agents template ls shows what there is"
         )
     return name if project == DEFAULT or name in spec.BUILTIN else f"{name}@{project}"
+
+
+def new(name: str, project: str) -> str:
+    """The ref of a template that a project is about to make. Raises InvalidRequestError."""
+    if not spec.valid_name(name):
+        raise InvalidRequestError(
+            f"{name[:100]!r} cannot be a template's name",
+            hint="a-z, 0-9, '.', '-' and '_', beginning with a letter",
+        )
+    return ref(name, project)
 
 
 def shown(template: str) -> str:

@@ -36,6 +36,7 @@ from llm4agents.barrier.why import parse_question
 from llm4agents.barrier.workers import User, Worker, WorkerError
 from llm4agents.config import Settings
 from llm4agents.engine.node import Places
+from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
 from llm4agents.errors import (
@@ -103,7 +104,7 @@ class Networks:
         self.captures = Captures(
             settings.state, self.barrier.worker, self._sockets, self.barrier.packet_socket
         )
-        secrets.on_change.append(self.barrier.rotated)
+        secrets.on_change.append(self._rotated)
 
     # -- its life -----------------------------------------------------------------------------------------
 
@@ -153,8 +154,8 @@ class Networks:
 
     # -- what was asked for -------------------------------------------------------------------------------
 
-    async def asked(self, value: Any, progress: Progress = silent) -> Asked:
-        """A `network=` (None: the server's default) read, compiled and possible here.
+    async def asked(self, value: Any, progress: Progress = silent, project: str = DEFAULT) -> Asked:
+        """A `network=` (None: the server's default) read, compiled and possible here, with a project's secrets.
 
         Raises InvalidRequestError (names the line), HostSetupError (no link can be made here, or no interceptor).
         """
@@ -162,7 +163,7 @@ class Networks:
         asked = await self._compiled(network, progress)
         if asked.needs_link and (problem := await self.barrier.available()) is not None:
             raise no_link(problem)
-        self._secrets.check(name for name in asked.wish.secrets if not _own(name))
+        self._secrets.check((name for name in asked.wish.secrets if not _own(name)), project)
         if asked.wish.intercepts:
             await environment.ensure(self._settings.cache, progress)
             await asyncio.to_thread(self._templates.authority)
@@ -379,9 +380,18 @@ class Networks:
             return None
         return {**found, "pidfd": pidfd}
 
-    async def _values(self, names: Iterable[str]) -> dict[str, Any]:
-        names = tuple(names)
-        values: dict[str, Any] = {**self._secrets.resolve(name for name in names if not _own(name))}
+    async def _rotated(self, project: str, name: str) -> None:
+        await self.barrier.rotated(name, lambda sandbox: self._project_of(sandbox) == project)
+
+    def _project_of(self, sandbox: str) -> str | None:
+        row = self._store.get(sandbox)
+        return None if row is None else row.project
+
+    async def _values(self, sandbox: str, names: Iterable[str]) -> dict[str, Any]:
+        names, project = tuple(names), self._project_of(sandbox)
+        values: dict[str, Any] = {}
+        if project is not None:
+            values |= self._secrets.resolve((name for name in names if not _own(name)), project)
         if any(map(_own, names)):
             own = (await self._discovery.get()).secrets  # kept since the policy was made
             values |= {name: own[name] for name in names if name in own}

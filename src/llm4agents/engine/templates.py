@@ -18,7 +18,7 @@ from typing import Any, Literal
 from llm4agents import binaries, limits
 from llm4agents.barrier.ca import Authority
 from llm4agents.config import Settings
-from llm4agents.engine import parts
+from llm4agents.engine import names, parts
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.building import freezing
 from llm4agents.engine.building.freezing import Plan, Workshop
@@ -99,18 +99,18 @@ class Templates:
         VMM here), VersionMismatchError (a snapshot that only another VMM can load), InvalidRequestError.
         """
         wanted = vmm or self._asked_for
-        if name not in spec.BUILTIN and spec.valid_name(name):
+        if name not in spec.BUILTIN and names.valid(name):
             there = [of for of in self._drivers.all if self._pins(Shape(name, vcpus, memory_mib, of, nested))]
             if not there and self._pins_of(name, vcpus, memory_mib, not nested):
                 raise InvalidRequestError(
-                    f"{name} is a template of {'ordinary' if nested else 'nested'} sandboxes",
+                    f"{names.shown(name)} is a template of {'ordinary' if nested else 'nested'} sandboxes",
                     hint=f"create it {'without' if nested else 'with'} nested=True (--nested)",
                 )
             if there and wanted is None:
                 vmm = there[0]
             elif there and canonical(wanted or "") not in there:
                 raise VersionMismatchError(
-                    f"{name} was made with {LABELS[there[0]]}: no other VMM can load it",
+                    f"{names.shown(name)} was made with {LABELS[there[0]]}: no other VMM can load it",
                     hint="leave out --vmm (LLM4AGENTS_VMM)",
                 )
         driver = await self._drivers.pick(vmm, nested)
@@ -248,12 +248,14 @@ class Templates:
 
     def check_free(self, name: str) -> None:
         """Raises InvalidRequestError or ConflictError when a snapshot cannot be called `name`."""
-        if not spec.valid_name(name):
+        if not names.valid(name):
             raise InvalidRequestError(
                 f"{name!r} cannot be a template's name", hint="a-z, 0-9, '-' and '_', beginning with a letter"
             )
         if name in spec.BUILTIN or any(variant.name == name for variant in self.list()):
-            raise ConflictError(f"there is a template {name}", hint="llm4agents template rm, or another name")
+            raise ConflictError(
+                f"there is a template {names.shown(name)}", hint="llm4agents template rm, or another name"
+            )
 
     def pin(self, variant: Variant) -> None:
         """From now on that variant is what its name and shape mean here."""
@@ -298,7 +300,7 @@ class Templates:
 
         Raises VersionMismatchError for one that cannot, and cannot be built either.
         """
-        if not spec.valid_name(shape.name):
+        if not names.valid(shape.name):
             return None
         for pin in self._pins(shape):
             with contextlib.suppress(OSError):
@@ -401,7 +403,7 @@ class Templates:
 
     def check_shape(self, name: str, vcpus: int, memory_mib: int) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
-        if not spec.valid_name(name) or not self._pins_of(name, vcpus, memory_mib, False):
+        if not names.valid(name) or not self._pins_of(name, vcpus, memory_mib, False):
             spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
 
@@ -430,7 +432,8 @@ class Templates:
         users = sorted({user for key in keys for user in self.users_of(key)})
         if users:
             raise ConflictError(
-                f"{len(users)} sandboxes lie on {name}: {', '.join(users[:5])}{'…' if len(users) > 5 else ''}",
+                f"{len(users)} sandboxes lie on {names.shown(name)}: "
+                f"{', '.join(users[:5])}{'…' if len(users) > 5 else ''}",
                 hint="kill them first; what is paused needs the very template it was made from",
                 sandboxes=users[:100],
             )
@@ -438,8 +441,11 @@ class Templates:
     async def remove(self, name: str) -> None:
         """Remove every variant of a template. Its sandboxes live on. Raises TemplateNotFoundError."""
         directory = self.cache.templates / name
-        if name not in spec.BUILTIN and not directory.is_dir():
-            raise TemplateNotFoundError(f"there is no template {name!r}", hint="llm4agents template ls")
+        # What is no name would be a way out of the directory, which is removed.
+        if not names.valid(name) or (name not in spec.BUILTIN and not directory.is_dir()):
+            raise TemplateNotFoundError(
+                f"there is no template {names.shown(name)!r}", hint="llm4agents template ls"
+            )
         if any(shape[0] == name for shape in self._building):
             raise ConflictError(f"{name} is being built", hint="wait for it, or end the call that builds it")
         self._check_unused(name, [path.name for path in directory.glob("keys/*")])
@@ -448,20 +454,22 @@ class Templates:
             await self._drivers.of(shape.vmm).release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
 
-    def catalogue(self) -> builtins.list[dict[str, Any]]:
-        """What can be created: every variant that is built, and the names that are not built yet. Reads the disk."""
-        built = [self.describe(variant) for variant in self.list()]
-        names = {entry["name"] for entry in built}
-        return built + [
+    def catalogue(self, project: str | None = None) -> builtins.list[dict[str, Any]]:
+        """What can be created (by a project): each variant that is built, and what is not yet. Reads the disk."""
+        seen = (None, project)
+        variants = [one for one in self.list() if project is None or names.project_of(one.name) in seen]
+        there = {variant.name for variant in variants}
+        return [self.describe(variant) for variant in variants] + [
             {"name": name, "built": False, "description": wanted.description}
             for name, wanted in spec.BUILTIN.items()
-            if name not in names
+            if name not in there
         ]
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
         return {
-            "name": variant.name,
+            "name": names.shown(variant.name),
+            "project": names.project_of(variant.name),
             "built": True,
             "key": variant.key,
             "vcpus": variant.vcpus,

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
-from llm4agents.engine import clock
+from llm4agents.engine import clock, names
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.host import Host
 from llm4agents.engine.lifecycle import STATES, TERMINAL
@@ -42,7 +42,8 @@ async def _rows(alive: list[SandboxRow], live: dict[str, Live]) -> AsyncIterator
             idle_s = 0.0 if here.busy else max(0.0, round(clock.boottime_s() - here.last_used_s, 1))
         yield {
             "id": row.id,
-            "template": row.template,
+            "template": names.shown(row.template),
+            "project": row.project,
             "state": row.state,
             "vcpus": row.vcpus,
             "memory_mib": row.memory_mib,

@@ -145,13 +145,15 @@ class Meter:
         self._measure(row)
         self._due.pop(row.id, None)
 
-    def rows(self, sandbox: str | None, after: int, limit: int) -> list[dict[str, Any]]:
-        """As they were written, those with an id above `after`."""
-        return rows.rows(self._store, sandbox=sandbox, after=after, limit=limit)
+    def rows(
+        self, sandbox: str | None, after: int, limit: int, project: str | None = None
+    ) -> list[dict[str, Any]]:
+        """As they were written, those with an id above `after` (of a project)."""
+        return rows.rows(self._store, sandbox=sandbox, after=after, limit=limit, project=project)
 
-    def totals(self, sandbox: str | None) -> list[dict[str, Any]]:
+    def totals(self, sandbox: str | None, project: str | None = None) -> list[dict[str, Any]]:
         """Sums per sandbox and state, of the rows there are."""
-        return rows.totals(self._store, sandbox)
+        return rows.totals(self._store, sandbox, project)
 
     def _measure(self, row: SandboxRow) -> int:
         self._disk[row.id] = self._disk_bytes(row) or self._disk.get(row.id, 0)

@@ -417,12 +417,15 @@ def valid_name(name: str) -> bool:
 
 def get(name: str) -> TemplateSpec:
     """The built-in spec of that name. InvalidRequestError for a bad name, TemplateNotFoundError for none."""
-    if not _NAME.fullmatch(name):
-        raise InvalidRequestError(f"{name!r} cannot be a template's name (a-z, 0-9, '.', '_', '-')")
+    shown = name.partition("@")[
+        0
+    ]  # a project's own is NAME@PROJECT on disk (engine.names), and to nobody else
+    if not _NAME.fullmatch(shown):
+        raise InvalidRequestError(f"{shown!r} cannot be a template's name (a-z, 0-9, '.', '_', '-')")
     if name not in BUILTIN:
         raise TemplateNotFoundError(
-            f"there is no template {name!r}",
+            f"there is no template {shown!r}",
             hint=f"built in are {', '.join(sorted(BUILTIN))}; llm4agents template ls shows your own too",
-            name=name,
+            name=shown,
         )
     return BUILTIN[name]

@@ -13,7 +13,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
 
 from llm4agents.errors import ConflictError
-from llm4agents.store.schema import job_runs, jobs
+from llm4agents.store.schema import job_runs, jobs, sandboxes
 from llm4agents.store.store import Store
 
 OPEN: Final = ("starting", "running", "exited")
@@ -76,12 +76,21 @@ class JobStore:
             return None if row is None else _job(row)
 
     def find(
-        self, *, sandbox: str | None = None, states: tuple[str, ...] = (), limit: int = 1000
+        self,
+        *,
+        sandbox: str | None = None,
+        states: tuple[str, ...] = (),
+        limit: int = 1000,
+        project: str | None = None,
     ) -> list[JobRow]:
         """Newest first."""
         query = select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id).limit(limit)
         if sandbox is not None:
             query = query.where(jobs.c.sandbox == sandbox)
+        if project is not None:
+            query = query.where(
+                jobs.c.sandbox.in_(select(sandboxes.c.id).where(sandboxes.c.project == project))
+            )
         if states:
             query = query.where(jobs.c.state.in_(states))
         with self._store.reading() as connection:

@@ -184,6 +184,9 @@ events = Table(
         "monotonic_ns", BigInteger, nullable=False
     ),  # CLOCK_BOOTTIME: durations are computed from this one
     Column("host_boot_id", String, nullable=False),  # and only within one boot of the host
+    Column(
+        "project", String, nullable=False, server_default="default", index=True
+    ),  # outlives the sandbox's row
     UniqueConstraint("sandbox", "sequence"),
 )
 
@@ -237,4 +240,5 @@ usage = Table(
     ),  # `events.sequence` of the transition that began the state: rows of one stretch have the same
     Column("end_boottime_ns", BigInteger, nullable=False, server_default="0"),  # where the next row begins
     Column("host_boot_id", String, nullable=False, server_default=""),  # and the host's boot that is of
+    Column("project", String, nullable=False, server_default="default", index=True),
 )

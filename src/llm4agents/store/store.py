@@ -117,6 +117,7 @@ _INSERT_EVENT = insert(events).values(
     wall_ns=bindparam("wall_ns"),
     monotonic_ns=bindparam("monotonic_ns"),
     host_boot_id=bindparam("host_boot_id"),
+    project=bindparam("project"),
 )
 
 
@@ -194,11 +195,12 @@ class Store:
         rows = self._rows(select(sandboxes).where(sandboxes.c.id == sandbox))
         return rows[0] if rows else None
 
-    def alive(self) -> Rows:
-        """Every sandbox that has not ended, oldest first."""
-        return self._rows(
-            select(sandboxes).where(sandboxes.c.state.not_in(TERMINAL)).order_by(sandboxes.c.created_at)
-        )
+    def alive(self, project: str | None = None) -> Rows:
+        """Every sandbox (of a project) that has not ended, oldest first."""
+        query = select(sandboxes).where(sandboxes.c.state.not_in(TERMINAL))
+        if project is not None:
+            query = query.where(sandboxes.c.project == project)
+        return self._rows(query.order_by(sandboxes.c.created_at))
 
     def paused(self) -> Rows:
         return self._rows(select(sandboxes).where(sandboxes.c.state == "paused"))
@@ -227,9 +229,12 @@ class Store:
         metadata: Mapping[str, str] | None = None,
         limit: int,
         after: str | None = None,
+        project: str | None = None,
     ) -> Rows:
         """Newest first; those older than the sandbox `after`. `metadata`: each given pair must be there."""
         query = select(sandboxes).order_by(sandboxes.c.created_at.desc(), sandboxes.c.id.desc()).limit(limit)
+        if project is not None:
+            query = query.where(sandboxes.c.project == project)
         if states:
             query = query.where(sandboxes.c.state.in_(states))
         for key, value in (metadata or {}).items():
@@ -248,9 +253,13 @@ class Store:
         with self._connection.begin():
             return [dict(row) for row in self._connection.execute(query).mappings()]
 
-    def events_after(self, after: int, limit: int, sandbox: str | None = None) -> Events:
-        """Transitions of every sandbox (or of one) with an id above `after`, in the order they were written."""
+    def events_after(
+        self, after: int, limit: int, sandbox: str | None = None, project: str | None = None
+    ) -> Events:
+        """Transitions of every sandbox (of one, of a project's) with an id above `after`, as they were written."""
         query = select(events).where(events.c.id > after).order_by(events.c.id).limit(limit)
+        if project is not None:
+            query = query.where(events.c.project == project)
         if sandbox is not None:
             query = query.where(events.c.sandbox == sandbox)
         with self._connection.begin():
@@ -356,5 +365,6 @@ class Store:
                 "wall_ns": stamp.wall_ns,
                 "monotonic_ns": stamp.monotonic_ns,
                 "host_boot_id": stamp.host_boot_id,
+                "project": row.project,
             },
         )

@@ -102,20 +102,25 @@ def append(
             "event": stretch.event,
             "end_boottime_ns": until.monotonic_ns,
             "host_boot_id": until.host_boot_id,
+            "project": row.project,
         },
     )
 
 
-def rows(store: Store, *, sandbox: str | None, after: int, limit: int) -> list[dict[str, Any]]:
+def rows(
+    store: Store, *, sandbox: str | None, after: int, limit: int, project: str | None = None
+) -> list[dict[str, Any]]:
     """Rows with an id above `after`, in the order they were written."""
     query = select(usage).where(usage.c.id > after).order_by(usage.c.id).limit(limit)
+    if project is not None:
+        query = query.where(usage.c.project == project)
     if sandbox is not None:
         query = query.where(usage.c.sandbox == sandbox)
     with store.reading() as connection:
         return [dict(row) for row in connection.execute(query).mappings()]
 
 
-def totals(store: Store, sandbox: str | None) -> list[dict[str, Any]]:
+def totals(store: Store, sandbox: str | None, project: str | None = None) -> list[dict[str, Any]]:
     """Per sandbox and state: `duration_ns`, and that times vCPUs and MiB, as integers."""
     query = select(
         usage.c.sandbox,
@@ -124,6 +129,8 @@ def totals(store: Store, sandbox: str | None) -> list[dict[str, Any]]:
         func.sum(usage.c.duration_ns * usage.c.vcpus).label("vcpu_ns"),
         func.sum(usage.c.duration_ns * usage.c.memory_mib).label("memory_mib_ns"),
     ).group_by(usage.c.sandbox, usage.c.state)
+    if project is not None:
+        query = query.where(usage.c.project == project)
     if sandbox is not None:
         query = query.where(usage.c.sandbox == sandbox)
     with store.reading() as connection:

@@ -55,11 +55,11 @@ def test_the_stores_files_hold_sealed_bytes(secrets: Secrets, store: Store, tmp_
 def test_whoever_holds_values_is_told_before_the_call_ends(secrets: Secrets) -> None:
     told: list[tuple[str, object]] = []
 
-    async def change(name: str) -> None:
+    async def change(_: str, name: str) -> None:
         await asyncio.sleep(0)
         told.append((name, secrets.resolve([name]).get(name)))
 
-    async def broken(name: str) -> None:
+    async def broken(_: str, name: str) -> None:
         raise RuntimeError(f"with {VALUE} in its words")
 
     secrets.on_change += [broken, change]
@@ -70,7 +70,7 @@ def test_whoever_holds_values_is_told_before_the_call_ends(secrets: Secrets) -> 
 
 
 def test_logs_say_names_alone(secrets: Secrets, capsys: pytest.CaptureFixture[str]) -> None:
-    async def broken(name: str) -> None:
+    async def broken(_: str, name: str) -> None:
         raise RuntimeError(f"with {VALUE} in its words")
 
     secrets.on_change.append(broken)

@@ -89,9 +89,8 @@ async def of_sandbox(
 @router.get("/jobs")
 async def of_node(request: Request, state: str | None = None, limit: Limit = 100) -> Response:
     here = context.of(request)
-    return Json(
-        {"data": [_describe(here, job) for job in here.engine.jobs.find(None, _states(state), limit)]}
-    )
+    found = here.engine.jobs.find(None, _states(state), limit, context.principal(request).visible)
+    return Json({"data": [_describe(here, job) for job in found]})
 
 
 @router.get("/sandboxes/{sandbox}/jobs/{job}")

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from llm4agents import __version__, limits
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
-from llm4agents.engine import doctor
+from llm4agents.engine import doctor, names
 from llm4agents.engine.templates import Progress, silent
-from llm4agents.errors import InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import ForbiddenError, InvalidRequestError, LLM4AgentsError
 
 router = APIRouter(prefix="/v1")
 API = 1
@@ -27,18 +27,19 @@ API = 1
 
 @router.get("/server")
 async def server(request: Request) -> Response:
-    here = context.of(request)
+    here, principal = context.of(request), context.principal(request)
+    own = principal.sees_all  # to others this host's own affairs are none
     can = await here.engine.capabilities()
     emulated = can is not None and can.accelerator == "tcg"
     return Json(
         {
             "version": __version__,
             "api": API,
-            "pid": os.getpid(),
-            "state": str(here.settings.state),
-            "log": str(here.settings.server_log),
+            "pid": os.getpid() if own else None,
+            "state": str(here.settings.state) if own else None,
+            "log": str(here.settings.server_log) if own else None,
             "started_at": here.started_at,
-            "sandboxes": here.engine.alive,
+            "sandboxes": here.engine.alive if own else len(here.engine.store.alive(principal.project)),
             "vmm": can.vmm if can else None,
             "accelerator": can.accelerator if can else None,
             "why_not_kvm": can.why_not_kvm if can else "no VMM can run here; llm4agents doctor says why",
@@ -99,7 +100,7 @@ def _put(queue: asyncio.Queue[dict[str, Any]], line: dict[str, Any]) -> None:
 @router.get("/templates")
 async def templates(request: Request) -> Response:
     registry = context.of(request).engine.templates
-    return Json({"data": await asyncio.to_thread(registry.catalogue)})
+    return Json({"data": await asyncio.to_thread(registry.catalogue, context.principal(request).visible)})
 
 
 @router.post("/templates/import")
@@ -111,8 +112,11 @@ async def import_(body: models.LocalFile, request: Request) -> Response:
 
 @router.post("/templates/{name}/build")
 async def build(name: str, body: models.Build, request: Request) -> Response:
-    registry = context.of(request).engine.templates
+    registry, principal = context.of(request).engine.templates, context.principal(request)
+    name = context.template(request, name)
     registry.check_name(name)
+    if body.force and not principal.sees_all and names.project_of(name) is None:
+        raise ForbiddenError(f"{name} is everybody's: only the operator builds it anew", needs=["node"])
     if body.nested:
         context.of(request).engine.check_nested()
 
@@ -134,14 +138,19 @@ async def build(name: str, body: models.Build, request: Request) -> Response:
 async def export(name: str, body: models.LocalFile, request: Request) -> Response:
     registry = context.of(request).engine.templates
     file = _local(body.file)
-    shape = await registry.shape(name, limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB)
+    shape = await registry.shape(
+        context.template(request, name), limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB
+    )
     work = registry.export(shape, file, silent)
     return Json({"file": str(file), "bytes": await unless_gone(request, work)})
 
 
 @router.delete("/templates/{name}")
 async def remove(name: str, request: Request) -> Response:
-    await context.of(request).engine.templates.remove(name)
+    found = context.template(request, name)
+    if not context.principal(request).sees_all and names.project_of(found) is None:
+        raise ForbiddenError(f"{name} is everybody's: only the operator removes it", needs=["node"])
+    await context.of(request).engine.templates.remove(found)
     return Json({"name": name})
 
 

@@ -27,13 +27,13 @@ async def events(
     limit: Limit = 100,
 ) -> Response:
     """Transitions behind the cursor `after`; `follow` without one begins with what happens next."""
-    feed = context.of(request).engine.feed
+    feed, project = context.of(request).engine.feed, context.principal(request).visible
     if sandbox is not None:
         context.check_id(sandbox)
     if follow:
         start = feed.newest() if after is None else after
-        return Stream(feed.follow(start, sandbox), lines=True, media_type=NDJSON)
-    found = feed.page(after or 0, limit + 1, sandbox)
+        return Stream(feed.follow(start, sandbox, project), lines=True, media_type=NDJSON)
+    found = feed.page(after or 0, limit + 1, sandbox, project)
     following = found[limit - 1]["id"] if len(found) > limit else None
     return Json({"data": found[:limit], "next": following})
 
@@ -47,12 +47,12 @@ async def usage(
     totals: bool = False,
 ) -> Response:
     """Rows of usage in the order they were written; what lasts still has a row up to a minute ago."""
-    meter = context.of(request).engine.meter
+    meter, project = context.of(request).engine.meter, context.principal(request).visible
     if sandbox is not None:
         context.check_id(sandbox)
     if totals:
-        return Json({"data": meter.totals(sandbox)})
-    found = meter.rows(sandbox, after, limit + 1)
+        return Json({"data": meter.totals(sandbox, project)})
+    found = meter.rows(sandbox, after, limit + 1, project)
     following = found[limit - 1]["id"] if len(found) > limit else None
     return Json({"data": found[:limit], "next": following})
 
@@ -69,19 +69,21 @@ async def logs(sandbox: str, request: Request, follow: bool = False) -> Response
 
 @router.get("/v1/top")
 async def top_(request: Request) -> Response:
-    node, rows = await _figures(request)
-    return Json({"node": node, "data": rows})
+    """The sandboxes of the caller's project; the node's own figures only for who may see all of it."""
+    principal = context.principal(request)
+    node, rows = await _figures(request, principal.visible)
+    return Json({"node": node if principal.sees_all else None, "data": rows})
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    node, rows = await _figures(request)
+    node, rows = await _figures(request, None)
     text = context.of(request).engine.metrics.text(top.gauges(node, rows))
     return Response(text, media_type=PROMETHEUS)
 
 
-async def _figures(request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def _figures(request: Request, project: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     here = context.of(request)
-    rows = await here.engine.top()
+    rows = await here.engine.top(project)
     engine = here.engine
     return top.node(host.host(here.settings.state), engine.admission, engine.pool.describe(), rows), rows

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
-from llm4agents.engine import lifecycle, names, protecting
+from llm4agents.engine import lifecycle, protecting
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
@@ -26,7 +26,7 @@ router = APIRouter(prefix="/v1/sandboxes")
 async def create(body: models.Create, request: Request) -> Response:
     principal = context.principal(request)
     wish = Wish(
-        template=names.ref(body.template, principal.project),
+        template=context.template(request, body.template),
         idle_timeout_s=body.timeout_s,
         life_s=body.life_s,
         vcpus=body.vcpus,
@@ -89,7 +89,11 @@ async def listing(
     if after is not None:
         context.check_id(after)
     rows = context.of(request).engine.store.list(
-        states=states, metadata=metadata, limit=limit + 1, after=after
+        states=states,
+        metadata=metadata,
+        limit=limit + 1,
+        after=after,
+        project=context.principal(request).visible,
     )
     following = rows[limit - 1].id if len(rows) > limit else None
     return Json({"data": [models.sandbox(row) for row in rows[:limit]], "next": following})

@@ -56,17 +56,21 @@ _SCHEMA: dict[str, Any] = {
 
 @router.get("")
 async def listed(request: Request) -> Response:
-    return Json({"data": context.of(request).engine.secrets.list()})
+    return Json({"data": context.of(request).engine.secrets.list(context.principal(request).project)})
 
 
 @router.put("/{name}", openapi_extra=_SCHEMA)
 async def put(name: str, request: Request) -> Response:
-    return Json(await context.of(request).engine.secrets.set(name, await _value(request)))
+    return Json(
+        await context.of(request).engine.secrets.set(
+            name, await _value(request), context.principal(request).project
+        )
+    )
 
 
 @router.delete("/{name}")
 async def remove(name: str, request: Request) -> Response:
-    return Json(await context.of(request).engine.secrets.remove(name))
+    return Json(await context.of(request).engine.secrets.remove(name, context.principal(request).project))
 
 
 async def _value(request: Request) -> object:

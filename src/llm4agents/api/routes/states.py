@@ -11,6 +11,7 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream
 from llm4agents.api.routes.node import with_progress
+from llm4agents.engine import names
 from llm4agents.engine.templates import Progress
 
 router = APIRouter(prefix="/v1/sandboxes/{sandbox}")
@@ -49,7 +50,8 @@ async def fork(sandbox: str, body: models.Fork, request: Request) -> Response:
 @router.post("/snapshot", status_code=201)
 async def snapshot(sandbox: str, body: models.Snapshot, request: Request) -> Response:
     engine = context.of(request).engine
-    variant = await engine.snapshot(context.check_id(sandbox), body.name, body.description)
+    row = engine.get(context.check_id(sandbox))
+    variant = await engine.snapshot(sandbox, names.new(body.name, row.project), body.description)
     return Json(engine.templates.describe(variant), status_code=201)
 
 

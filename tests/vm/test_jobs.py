@@ -293,13 +293,15 @@ def test_the_machine_of_a_run_goes_while_no_server_lives(node: Node) -> None:
 
 def test_a_server_that_is_stopped_keeps_runs_and_schedules(node: Node) -> None:
     sandbox = node.create()
-    job = add(node, sandbox, command="sleep 3; echo real end")
     soon = add(node, sandbox, at=time.time() + 2)
-    run_in(node, job, "running")
+    # Some of them run, and some are only just being started or attached to.
+    jobs = [add(node, sandbox, command="sleep 3; echo real end") for _ in range(6)]
+    run_in(node, jobs[0], "running")
     node.stop(keep=True)
     node.start()
-    run = run_in(node, job, "done")
-    assert run["result"]["exit_code"] == 0, run
+    for job in jobs:
+        run = run_in(node, job, "done")
+        assert (run["result"]["exit_code"], output(node, job)) == (0, b"real end\n"), run
     run_in(node, soon, "done")
 
 

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import signal as signals
 import string
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -124,12 +124,12 @@ async def _started(
 _starting: set[asyncio.Task[Attached]] = set()
 
 
-async def _start_whole(starting: asyncio.Task[Attached], *, kill: bool) -> Attached:
+async def _start_whole(starting: asyncio.Task[Attached], *, kill: Callable[[], bool]) -> Attached:
     """The process, even if whoever waits for it goes away meanwhile: then it lives on, unless `kill`."""
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        if kill:
+        if kill():
             starting.cancel()
         else:
             _starting.add(starting)
@@ -165,14 +165,18 @@ async def running(
     id = id or new_id()
     await _not_being_forgotten(live, id)
     attached: Attached | None = None
+
+    def kill() -> bool:
+        return kill_when_left and live.end_error is None
+
     try:
         async with live.use(f"exec {command.argv[0]}") as agent:
             work = _started(agent, command, id, tag, tty, keep_bytes, full)
-            attached = await _start_whole(asyncio.create_task(work), kill=kill_when_left)
+            attached = await _start_whole(asyncio.create_task(work), kill=kill)
             try:
                 yield attached
             except (asyncio.CancelledError, GeneratorExit):
-                if kill_when_left and live.end_error is None:
+                if kill():
                     attached.kill()
                 raise
             finally:

@@ -28,13 +28,19 @@ STDERR: Final = 2
 
 
 @contextlib.asynccontextmanager
-async def within(stream: Stream, seconds: float | None, what: str) -> AsyncIterator[None]:
-    """Run a wait on `stream` with a deadline; whatever goes wrong in it, the stream is cancelled."""
+async def within(
+    stream: Stream, seconds: float | None, what: str, *, lives_on: bool = False
+) -> AsyncIterator[None]:
+    """Run a wait on `stream` with a deadline; whatever goes wrong in it, the stream is cancelled.
+
+    `lives_on`: it is only let go of, since to cancel it would kill a process that is not this call's.
+    """
+    leave = stream.detach if lives_on else stream.cancel
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        stream.cancel()
+        leave()
         if isinstance(error, LLM4AgentsError):
             raise
         raise TimedOutError(f"{what}: nothing came from the guest within {seconds:g} s") from None
@@ -42,7 +48,7 @@ async def within(stream: Stream, seconds: float | None, what: str) -> AsyncItera
         stream.break_session(error)
         raise
     except BaseException:
-        stream.cancel()
+        leave()
         raise
 
 

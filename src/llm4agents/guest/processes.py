@@ -298,6 +298,7 @@ class ManagedVerbs:
             channels: frozenset[int] = _NONE,
             window: int = STREAM_CREDIT_BYTES,
             first: bytes = b"",
+            lives_on: bool = False,
         ) -> tuple[Stream, Fields]: ...
 
         async def _call(
@@ -364,7 +365,11 @@ class ManagedVerbs:
         arguments = {"id": id, "from": from_offset, "stdin": stdin, "output": output}
         with _told(id):
             stream, reply = await self._open(
-                "attach", arguments, timeout=timeout, channels=_OUTPUT if output else _NONE
+                "attach",
+                arguments,
+                timeout=timeout,
+                channels=_OUTPUT if output else _NONE,
+                lives_on=True,  # who goes away before the answer is nobody who may kill it
             )
         what = f"process {id}"
         try:

@@ -97,6 +97,7 @@ class Agent(ManagedVerbs):
         channels: frozenset[int] = frozenset(),
         window: int = STREAM_CREDIT_BYTES,
         first: bytes = b"",
+        lives_on: bool = False,
     ) -> tuple[Stream, Fields]:
         what = verb if subject is None else f"{verb} {subject}"
         loop = asyncio.get_running_loop()
@@ -112,7 +113,7 @@ class Agent(ManagedVerbs):
             if isinstance(error, LLM4AgentsError):
                 raise
             raise TimedOutError(f"{what}: the guest took nothing from us for {timeout:g} s") from None
-        async with within(stream, max(0.0, timeout - (loop.time() - started)), what):
+        async with within(stream, max(0.0, timeout - (loop.time() - started)), what, lives_on=lives_on):
             return stream, await stream.reply()
 
     async def _call(

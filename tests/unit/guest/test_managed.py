@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import signal
 import socket
@@ -139,6 +140,26 @@ def test_who_lets_go_leaves_it_running_and_a_kill_takes_its_group() -> None:
         assert (await ended(agent)).signal == signal.SIGKILL
         while alive(child):
             await agent.ping()
+
+    run(test)
+
+
+def test_who_goes_away_before_he_is_attached_leaves_it_running_too() -> None:
+    async def test(agent: Agent) -> None:
+        async with await sh(agent, "sleep 60; exit 4"):
+            pass
+        for steps in range(4):  # before it is asked for, while it is on its way, when it is answered
+            attaching = asyncio.create_task(agent.attach("p", from_offset=0))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await attaching).detach()  # it was quicker
+        await agent.ping()
+        assert (await info(agent)).running
+        async with await agent.attach("p") as last:
+            last.kill()
+        assert (await ended(agent)).signal == signal.SIGKILL
 
     run(test)
 

@@ -235,9 +235,15 @@ def test_a_vmm_killed_in_an_act_is_an_end_or_a_pause_and_no_hang(node: Node, who
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
 
-    for act, seen in (("pause", there("pause")), ("fork", some("photographs/*"))):
+    name = f"died-{os.getpid()}"
+    acts: tuple[tuple[str, Seen, dict[str, Any]], ...] = (
+        ("pause", there("pause"), {}),
+        ("fork", some("photographs/*"), {}),
+        ("snapshot", some("photographs/*"), {"name": name}),
+    )
+    for act, seen, body in acts:
         sandbox = node.create("base", **SHAPE)
-        call = Call.act(node, sandbox, act)
+        call = Call.act(node, sandbox, act, **body)
         soon(lambda seen=seen, sandbox=sandbox: seen(node, sandbox), call)
         end_machine(sandbox)
         answer = call.wait()
@@ -247,6 +253,8 @@ def test_a_vmm_killed_in_an_act_is_an_end_or_a_pause_and_no_hang(node: Node, who
             assert node.ended(sandbox)["state"] == "failed"
         else:
             kill(node, sandbox, *(row["id"] for row in answer.json().get("data", [])))
+            if act == "snapshot":
+                node.call("DELETE", f"/v1/templates/{name}")
         no_orphans(node)
     sandbox = node.create("base", **SHAPE)
     out(node, sandbox, "echo kept > file; echo kept > /dev/shm/file")

@@ -98,8 +98,8 @@ class Witness:
             sandbox,
             "sha256sum /dev/shm/memory disk; echo $TOLD; sleep 0.2; "
             'head -n -1 counted | awk \'$1 != NR {print "line", NR, "is", $1; exit}\'; '
-            # The last line is that of the count, or its successor's.
-            "echo $(cat /dev/shm/count) $(wc -l < counted)",
+            # Empty while it is being written. The last line is that of the count, or its successor's.
+            "until c=$(cat /dev/shm/count); [ $c ]; do :; done; echo $c $(wc -l < counted)",
             timeout_s=60,
         )
         *rest, counts = said.splitlines()

@@ -23,7 +23,7 @@ from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node
 from llm4agents.engine.parts import Variant
-from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still
+from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still, told_as_end
 from llm4agents.engine.tops import Taken
 from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError
 from llm4agents.store import SandboxRow
@@ -63,7 +63,7 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
     copy = directory.with_suffix(".raw")
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        async with standing_still(live, sync=False):
+        async with standing_still(live, "a photograph of it", sync=False):
             began = time.perf_counter()
             checkpoint = await live.machine.checkpoint(directory, base=base)
             taken = await form.take(node, row, live, variant, copy)
@@ -217,7 +217,8 @@ async def _without_env(node: Node, row: SandboxRow, live: Live | None) -> AsyncI
         yield
         return
     variant, _ = await node.templates.by_key(row.template, row.template_key)
-    await live.agent.set_env(dict(variant.environment))
+    async with told_as_end(live, "a snapshot"):
+        await live.agent.set_env(dict(variant.environment))
     try:
         yield
     finally:

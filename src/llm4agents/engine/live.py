@@ -107,7 +107,7 @@ class Live:
             raise
         except (ConnectionLostError, ProtocolError) as error:
             if self.ending:
-                raise self._ended_words(what) from error
+                raise self.ended_words(what) from error
             raise await died(self.machine, error, f"{self.row.id}: {what}") from error
         finally:
             self._users.discard(task)
@@ -115,7 +115,8 @@ class Live:
             self.last_used_s = clock.boottime_s()
             self._schedule_sync()
 
-    def _ended_words(self, what: str) -> LLM4AgentsError:
+    def ended_words(self, what: str) -> LLM4AgentsError:
+        """The error of a call, or of an act, that its end came into."""
         return self.end_error or SandboxDiedError(
             f"{self.row.id} ended during {what}: {self.row.reason or 'killed'}"
         )

@@ -35,7 +35,6 @@ from llm4agents.errors import (
     LLM4AgentsError,
     NotFoundError,
     ProtocolError,
-    SandboxDiedError,
     SandboxPausedError,
     VersionMismatchError,
     VmmError,
@@ -55,28 +54,41 @@ COLD = "its memory cannot be used any more"
 
 
 @contextlib.asynccontextmanager
-async def standing_still(live: Live, *, sync: bool) -> AsyncIterator[float]:
+async def told_as_end(live: Live, what: str) -> AsyncIterator[None]:
+    """Errors that came with the end of the sandbox's machine are told as that end.
+
+    Whatever goes wrong once it is being ended does so for that: its files are removed under what is written to them.
+    """
+    try:
+        yield
+    except (LLM4AgentsError, OSError) as error:
+        if live.ending:
+            raise live.ended_words(what) from error
+        if isinstance(error, (VmmError, ConnectionLostError, ProtocolError, ConflictError)):
+            raise await contact.died(live.machine, error, live.row.id) from error
+        raise
+
+
+@contextlib.asynccontextmanager
+async def standing_still(live: Live, what: str, *, sync: bool) -> AsyncIterator[float]:
     """Within it nothing of the guest moves: processes and (`sync`) file systems frozen, channel silent, vCPUs stopped.
 
     Gives the moment (perf_counter) before the first process was frozen. At the end the guest goes on, unless its
-    machine has been ended (SandboxDiedError, with how). Calls under way feel a delay.
+    machine has been ended (SandboxDiedError, with how). Calls under way feel a delay. `what`: of the act, for messages.
     """
     live.stop_watching()
     try:
-        # Later than its own time if need be, never before.
-        await live.write_deadline(at_least_s=PAUSE_GRACE_S)
-        # An agent from before file systems were frozen only syncs them.
-        whole = sync and "fsfreeze" in live.agent.session.hello.capabilities
-        began = time.perf_counter()
-        await live.agent.freeze(sync=sync and not whole, fs=whole)
-        await live.agent.session.quiesce()
-        await live.machine.pause()
-        await live.machine.flush_disks()
-        yield began
-    except (VmmError, ConnectionLostError, ProtocolError, ConflictError) as error:
-        if live.ending:
-            raise live.end_error or error from error
-        raise await contact.died(live.machine, error, live.row.id) from error
+        async with told_as_end(live, what):
+            # Later than its own time if need be, never before.
+            await live.write_deadline(at_least_s=PAUSE_GRACE_S)
+            # An agent from before file systems were frozen only syncs them.
+            whole = sync and "fsfreeze" in live.agent.session.hello.capabilities
+            began = time.perf_counter()
+            await live.agent.freeze(sync=sync and not whole, fs=whole)
+            await live.agent.session.quiesce()
+            await live.machine.pause()
+            await live.machine.flush_disks()
+            yield began
     finally:
         if not live.ending:
             await asyncio.shield(_go_on(live))
@@ -108,17 +120,19 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
         raise CapacityError(
             f"{row.id} cannot be paused: the host's disk is full", hint="free space; the sandbox runs on"
         )
+    if live.ending:  # since the caller looked: its row may say so already, and is no other's to move
+        raise live.ended_words("a pause")
     node.store.transition(row, "pausing", reason, clock.stamp())
     began = time.perf_counter()
     try:
         await asyncio.to_thread(shutil.rmtree, directory, True)
-        async with standing_still(live, sync=True) as stood:
+        async with standing_still(live, "a pause", sync=True) as stood:
             checkpoint = await live.machine.checkpoint(directory, base=base)
             copied = time.perf_counter()
             frozen = await checkpoint.durable(also=asyncio.to_thread(_disk_durable, node, row))
             durable = time.perf_counter()
             if live.ending:
-                raise live.end_error or SandboxDiedError(f"{row.id} ended while it was being paused")
+                raise live.ended_words("a pause")
             # From here on there is a pause, and no way back.
             live.ending = True
             live.end_error = SandboxPausedError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llm4agents import limits
-from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError, VmmError
+from llm4agents.errors import ConflictError, VmmError
 from llm4agents.vmm import pages, snapshot
 from llm4agents.vmm.base import Snapshot
 
@@ -55,7 +54,7 @@ class MachineCheckpoint:
             await asyncio.to_thread(_finish, self._frozen, sync)
         except BaseException as error:
             await self.discard()
-            raise _full(error) from error
+            raise snapshot.unwritten("the checkpoint", error) from error
         return self._frozen
 
     async def discard(self) -> None:
@@ -70,15 +69,15 @@ async def make(
 ) -> MachineCheckpoint:
     """Fill `directory` with what the two callbacks write; `frozen` says what it will be a snapshot of.
 
-    `save_state` gets a descriptor of memory, `save_pages` one of the file. Raises CapacityError and what they do;
-    then the directory is gone.
+    `save_state` gets a descriptor of memory, `save_pages` one of the file. Raises CapacityError, HostSetupError (a
+    disk that cannot be written though it has room) and what they do; then the directory is gone.
     """
     try:
         directory.mkdir(0o700)
     except FileExistsError:
         raise ConflictError(f"{directory} exists already") from None
     except OSError as error:
-        raise _full(error) from error
+        raise snapshot.unwritten("the checkpoint", error) from error
     try:
         state_bytes = await _state(directory / snapshot.STATE, save_state)
         out = os.open(directory / snapshot.PAGES, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -89,7 +88,7 @@ async def make(
             os.close(out)
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
-        raise _full(error) from error
+        raise snapshot.unwritten("the checkpoint", error) from error
     frozen = replace(
         frozen, memory_bytes=copied.pages * pages.PAGE, pages_bytes=size, state_bytes=state_bytes
     )
@@ -142,15 +141,6 @@ def _finish(frozen: Snapshot, sync: bool) -> None:
     snapshot.write_manifest(frozen, sync=sync)
     if sync:
         _sync(frozen.path.parent)
-
-
-def _full(error: BaseException) -> BaseException:
-    """An error of the host's disk in our words; any other as it is."""
-    if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        words = "the host's disk is full" if full else f"the checkpoint could not be written: {error}"
-        return CapacityError(words, hint="free space, or llm4agents prune")
-    return error
 
 
 class Parts:

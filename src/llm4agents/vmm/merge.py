@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from llm4agents.errors import CapacityError, CorruptSnapshotError, LLM4AgentsError
+from llm4agents.errors import CorruptSnapshotError
 from llm4agents.vmm import memory, snapshot
 from llm4agents.vmm.base import Snapshot
 
@@ -27,7 +27,7 @@ def merge(base: Snapshot, diff: Snapshot, directory: Path, forget: Iterable[byte
 
     Each of `forget` is overwritten with zeros wherever the machine's own pages hold it, in use or left behind in
     what was freed, also torn at the edge of a page. What the base holds already is none of the machine's secrets,
-    and is left alone: it may be code. Raises CorruptSnapshotError, CapacityError; then nothing is left.
+    and is left alone: it may be code. Raises CorruptSnapshotError, CapacityError, HostSetupError; then nothing is left.
     """
     directory.mkdir(mode=0o700)
     try:
@@ -54,9 +54,7 @@ def merge(base: Snapshot, diff: Snapshot, directory: Path, forget: Iterable[byte
         return whole
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
-            raise CapacityError(f"the snapshot could not be written: {error.strerror}") from error
-        raise
+        raise snapshot.unwritten("the snapshot", error) from error
 
 
 def spread(pages: int, target: int, size: int, path: Path) -> None:

@@ -7,6 +7,7 @@ read once, and damage must not become a machine's memory.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llm4agents.errors import CorruptSnapshotError, HostSetupError, NotFoundError, VersionMismatchError
+from llm4agents.errors import (
+    CapacityError,
+    CorruptSnapshotError,
+    HostSetupError,
+    LLM4AgentsError,
+    NotFoundError,
+    VersionMismatchError,
+)
 from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Snapshot
 
 MANIFEST, MEMORY, STATE, PAGES = "manifest.json", "memory", "state", "pages"
@@ -197,6 +205,20 @@ def write_manifest(snapshot: Snapshot, *, sync: bool = True) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def unwritten(what: str, error: BaseException) -> BaseException:
+    """An error of the host's disk while `what` was written, in our words; any other as it is.
+
+    Only of a disk without room it is said that room helps: a directory that is gone, or a disk that breaks, is none.
+    """
+    if not isinstance(error, OSError) or isinstance(error, LLM4AgentsError):
+        return error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+    return HostSetupError(
+        f"{what} could not be written: {error}", hint="look at the host's disk, and at its kernel's log"
+    )
 
 
 def identity(driver: str, spec: MachineSpec, can: Capabilities, layout: str) -> dict[str, str]:

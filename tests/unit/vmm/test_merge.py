@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from pathlib import Path
 
 import pytest
 
-from llm4agents.errors import CorruptSnapshotError
-from llm4agents.vmm import merge
+from llm4agents.errors import CapacityError, CorruptSnapshotError, HostSetupError
+from llm4agents.vmm import merge, snapshot
 from llm4agents.vmm.base import MachineSpec, Snapshot
 
 PAGE, PAGES = 4096, 16
@@ -68,5 +69,16 @@ def test_a_cut_off_file_of_pages_is_refused(tmp_path: Path, cut: int) -> None:
     base = _base(tmp_path)
     diff = _diff(tmp_path, base, [(2, b"\x01" * PAGE * 2)], cut=cut)
     with pytest.raises(CorruptSnapshotError):
+        merge.merge(base, diff, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_snapshot_that_cannot_be_written_says_whether_room_would_help(tmp_path: Path) -> None:
+    full = snapshot.unwritten("the snapshot", OSError(errno.ENOSPC, "No space left on device"))
+    assert isinstance(full, CapacityError) and "disk is full" in full.message
+    base = _base(tmp_path)
+    diff = _diff(tmp_path, base, [(2, b"\x01" * PAGE * 2)])
+    (diff.path / "state").unlink()
+    with pytest.raises(HostSetupError, match=r"snapshot could not be written.*No such file"):
         merge.merge(base, diff, tmp_path / "m")
     assert not (tmp_path / "m").exists()

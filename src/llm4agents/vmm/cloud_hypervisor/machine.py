@@ -16,7 +16,6 @@ from typing import Any
 
 from llm4agents import limits
 from llm4agents.errors import (
-    CapacityError,
     ConflictError,
     ConnectionLostError,
     LLM4AgentsError,
@@ -206,9 +205,7 @@ class CloudHypervisorMachine(LiveMachine):
             await asyncio.to_thread(snapshot.write_manifest, made)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
-                raise CapacityError(f"the snapshot could not be written: {error}") from error
-            raise
+            raise snapshot.unwritten("the snapshot", error) from error
         return made
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from llm4agents import limits
 from llm4agents.errors import (
-    CapacityError,
     ConflictError,
     ConnectionLostError,
     CorruptSnapshotError,
@@ -260,9 +259,7 @@ class FirecrackerMachine(LiveMachine):
             await asyncio.to_thread(snapshot.write_manifest, frozen)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, LLM4AgentsError):
-                raise CapacityError(f"the snapshot could not be written: {error}") from error
-            raise
+            raise snapshot.unwritten("the snapshot", error) from error
         return frozen
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:

@@ -132,6 +132,15 @@ PORT_HEAD_BYTES_MAX: Final = 65_536
 """Of an answer's status line and headers."""
 PORT_EXPECT_S: Final = 1.0
 """How long a client's `Expect: 100-continue` is left to the guest before the body is sent all the same."""
+PORT_BODY_S: Final = 0.05
+"""How long an HTTP/2 request without a length may take to say whether it has a body."""
+PORT_INTERIM_MAX: Final = 64
+"""Interim answers (1xx) that are read before the answer."""
+PORT_PROOFS_MAX: Final = 4
+"""Tokens, and cookies, of one request that are looked at."""
+PORT_URL_S: Final = 3_600.0
+PORT_URL_S_MAX: Final = 30 * 86_400.0
+"""How long a signed URL holds: by default, and at most."""
 
 # Jobs, logs
 JOBS_PER_SANDBOX_MAX: Final = 64

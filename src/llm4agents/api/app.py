@@ -33,6 +33,7 @@ from llm4agents.api.routes import (
     sandboxes,
     secrets,
     states,
+    traffic,
     trees,
 )
 from llm4agents.errors import (
@@ -142,6 +143,7 @@ def create_app(context: Context) -> FastAPI:
         observe,
         pool,
         secrets,
+        traffic,
         trees,
     ):
         app.include_router(module.router)

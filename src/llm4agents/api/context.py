@@ -15,8 +15,11 @@ from starlette.requests import HTTPConnection, Request
 
 from llm4agents import protected
 from llm4agents.api.proxy.address import Names
+from llm4agents.api.proxy.admission import Signer
+from llm4agents.api.proxy.visitors import Visitors
 from llm4agents.config import Settings
 from llm4agents.engine import names as template_names
+from llm4agents.engine import traffic
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
 from llm4agents.engine.principal import Principal
@@ -50,6 +53,17 @@ class Context:
     """What this server and the ports of its sandboxes are called."""
     listening: tuple[str, str, int] | None = None
     """Scheme, host and port of the TCP listener, once it listens."""
+
+    visitors: Visitors = field(default_factory=Visitors)
+    """Who is in ports of sandboxes."""
+    _signer: Signer | None = field(default=None, init=False)
+
+    @property
+    def signer(self) -> Signer:
+        """What ports are opened with. Raises HostSetupError when the node's key cannot be read or made."""
+        if self._signer is None:
+            self._signer = Signer(traffic.key(self.settings.state))
+        return self._signer
 
     def __post_init__(self) -> None:
         self.names = Names.of(self.settings)

@@ -69,6 +69,25 @@ class WithEnv(Body):
         return _env(value)
 
 
+class Traffic(Body):
+    """Who may reach a sandbox's ports: whoever has its project's key, its token or a signed URL; or anybody."""
+
+    public: bool = False
+
+
+class SetTraffic(Body):
+    public: bool | None = None
+    rotate: bool = False
+    """Tokens and signed URLs that were given out hold no more."""
+
+
+class PortUrl(Body):
+    port: Annotated[int, Field(ge=1, le=65_535)]
+    path: Annotated[str, Field(min_length=1, max_length=4_096, pattern=r"^/[!-~]*$")] = "/"
+    expires_s: Annotated[float, Field(ge=1, le=limits.PORT_URL_S_MAX)] | None = limits.PORT_URL_S
+    """Of the signature; null: none, for a sandbox that is public, or who has its token."""
+
+
 class Create(WithEnv):
     template: Name = limits.DEFAULT_TEMPLATE
     timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)] = limits.IDLE_TIMEOUT_S
@@ -90,6 +109,8 @@ class Create(WithEnv):
     protect: Annotated[list[Path], Field(max_length=4 * limits.PROTECT_PATHS_MAX)] = Field(
         default_factory=list
     )
+
+    traffic: Traffic | None = None
 
     @field_validator("metadata")
     @classmethod
@@ -339,4 +360,5 @@ def sandbox(row: Any) -> dict[str, Any]:
         "parent": row.parent,
         "network": row.network or network.NONE,
         "protect": row.protect or [],
+        "traffic": {"public": bool((row.traffic or {}).get("public"))},
     }

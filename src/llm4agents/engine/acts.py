@@ -23,6 +23,7 @@ from llm4agents.engine.network import Asked
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.templates import Templates
+from llm4agents.engine.traffic import Traffic
 from llm4agents.errors import (
     CapacityError,
     ConflictError,
@@ -366,6 +367,15 @@ class Acts(ABC):
                 self.store.change(row, idle_timeout_s=idle_timeout_s)
         else:
             self._set_timeout(live, row.idle_timeout_s if idle_timeout_s is None else idle_timeout_s)
+        return row
+
+    def set_traffic(self, sandbox: str, *, public: bool | None = None, rotate: bool = False) -> SandboxRow:
+        """Who may reach its ports from now on: anybody (`public`), and whether what was given out holds no more."""
+        row = self._check(sandbox, "extend")
+        live = self._live.get(sandbox)
+        row = live.row if live is not None else row
+        changed = Traffic.of(row.traffic).changed(public=public, rotate=rotate)
+        self.store.change(row, traffic=changed.stored())
         return row
 
     def _set_timeout(self, live: Live, idle_timeout_s: float) -> None:

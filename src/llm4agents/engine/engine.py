@@ -41,6 +41,7 @@ from llm4agents.engine.projects import Projects
 from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
+from llm4agents.engine.traffic import Traffic
 from llm4agents.engine.usage import Meter
 from llm4agents.errors import (
     CapacityError,
@@ -91,6 +92,8 @@ class Wish:
     """As in docs/howto/network.md; None: the server's default."""
     protect: tuple[str, ...] = ()
     """Paths of the template to have read-only, as `protecting.wanted` gives them."""
+    public: bool = False
+    """Whether anybody may reach its ports."""
     project: str = DEFAULT
     """Whose it is; `template` is then a ref (`engine.names`)."""
 
@@ -337,6 +340,7 @@ class Engine(Acts):
             vmm=variant.vmm,
             nested=variant.nested,
             project=wish.project,
+            traffic=Traffic(public=wish.public).stored(),
         )
 
     def get(self, sandbox: str) -> SandboxRow:

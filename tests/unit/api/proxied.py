@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,27 +18,56 @@ import uvicorn
 from tests.unit.engine.test_live import Bench
 from tests.unit.guest.agent_process import serving
 
-from llm4agents.api.access.gate import guarded
+from llm4agents.api.access.gate import Via, guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
+from llm4agents.engine.traffic import Traffic
+from llm4agents.errors import AuthenticationError, LLM4AgentsError, SandboxNotFoundError
 from llm4agents.guest.verbs import Agent
+from llm4agents.store import SandboxRow
+from llm4agents.store.keys import KeyRow
 
 ID = "sbx_0123456789abcdefghij"
 HOST_ID = ID.replace("_", "-")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+class _Keys:
+    """Keys are the project's name with a key's beginning."""
+
+    def known(self, text: str) -> KeyRow:
+        project = text.removeprefix("l4a_")
+        if project not in ("default", "other"):
+            raise AuthenticationError("this key is not known")
+        return KeyRow("key_x", project, "x", b"", ["sandboxes"], 0.0)
+
+
 class _Engine:
-    """`access` alone, of a sandbox that runs."""
+    """One sandbox that runs, what the proxy asks of it, and a key of its project."""
 
     def __init__(self, live: Live) -> None:
-        self.live = live
+        self.live, self.keys = live, _Keys()
+        self.trouble: LLM4AgentsError | None = None
+
+    def find(self, sandbox: str) -> SandboxRow | None:
+        return self.live.row if sandbox == ID else None
+
+    def get(self, sandbox: str) -> SandboxRow:
+        return self.live.row
 
     async def access(self, sandbox: str) -> Live:
+        if self.trouble is not None:
+            raise self.trouble
+        if sandbox != ID:
+            raise SandboxNotFoundError(f"there is no sandbox {sandbox}")
         return self.live
+
+    def set_traffic(self, *, public: bool | None = None, rotate: bool = False) -> None:
+        row = self.live.row
+        row.traffic = Traffic.of(row.traffic).changed(public=public, rotate=rotate).stored()
 
 
 @dataclass
@@ -48,6 +77,8 @@ class Proxied:
     socket: Path
     http: httpx.AsyncClient
     cleanup: contextlib.AsyncExitStack
+    context: Context
+    engine: _Engine
     connections: list[int] = field(default_factory=list)
     """One entry for each connection that the handlers of `listen` got."""
 
@@ -88,16 +119,18 @@ class Proxied:
 
 
 @contextlib.asynccontextmanager
-async def proxied() -> AsyncIterator[Proxied]:
+async def proxied(via: Via = "unix") -> AsyncIterator[Proxied]:
     async with serving() as agent, contextlib.AsyncExitStack() as cleanup:
         directory = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="l4a-proxied-"))
         bench = Bench()
         live = bench.live
         live.agent = agent
-        context = Context(settings(), cast(Engine, _Engine(live)))
+        engine = _Engine(live)
+        where = replace(settings(), state=Path(directory) / "state")
+        context = Context(where, cast(Engine, engine))
         path = Path(directory) / "s"
         config = uvicorn.Config(
-            guarded(create_app(context), context, via="unix"),
+            guarded(create_app(context), context, via=via),
             uds=str(path),
             lifespan="off",
             log_config=None,
@@ -111,7 +144,7 @@ async def proxied() -> AsyncIterator[Proxied]:
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         http = httpx.AsyncClient(transport=transport, base_url="http://public.example", timeout=20)
         try:
-            yield Proxied(agent, live, path, http, cleanup)
+            yield Proxied(agent, live, path, http, cleanup, context, engine)
             while context.active:  # until the test's time is up
                 await asyncio.sleep(0.005)
         finally:
@@ -122,9 +155,9 @@ async def proxied() -> AsyncIterator[Proxied]:
             await serving_task
 
 
-def run(test: Callable[[Proxied], Coroutine[Any, Any, None]]) -> None:
+def run(test: Callable[[Proxied], Coroutine[Any, Any, None]], via: Via = "unix") -> None:
     async def whole() -> None:
-        async with asyncio.timeout(30), proxied() as bench:
+        async with asyncio.timeout(30), proxied(via) as bench:
             await test(bench)
 
     asyncio.run(whole())

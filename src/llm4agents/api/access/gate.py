@@ -7,6 +7,7 @@ come through a gate. Ports of sandboxes have their own rule (`api.proxy`): here 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from llm4agents.api.access.table import OPEN, Matched, Table
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.proxy import address
+from llm4agents.api.proxy.admission import is_key
 from llm4agents.engine import keys
 from llm4agents.engine.principal import Principal
 from llm4agents.errors import (
@@ -63,7 +65,7 @@ class Gate:
         Raises AuthenticationError, ForbiddenError, NotFoundError, InvalidRequestError.
         """
         if address.of(scope, self.context.names) is not None:
-            return self._maybe(scope), "port"
+            return self._visitor(scope), "port"
         method, path = _method(scope), scope["path"]
         matched = _TABLE.find(method, path)
         if matched is not None and matched.needs == OPEN:
@@ -93,6 +95,17 @@ class Gate:
         """Who calls, where nobody may too. Raises AuthenticationError for a key that is not good."""
         if self._unix or key_of(scope) is not None:
             return self._known(scope)
+        return Principal.nobody(_origin(scope))
+
+    def _visitor(self, scope: Scope) -> Principal:
+        """Who asks for a port, where a key that is not good is as none: the port's rule may let him in all the same."""
+        if self._unix:
+            return Principal.operator()
+        for name, value in scope["headers"]:
+            if is_key(name, value):  # any other is for the guest
+                text = value.decode("latin-1").strip().rpartition(" ")[2]
+                with contextlib.suppress(AuthenticationError, ForbiddenError):
+                    return keys.principal_of(self.context.engine.keys.known(text), _origin(scope))
         return Principal.nobody(_origin(scope))
 
     def _theirs(self, matched: Matched, principal: Principal) -> None:

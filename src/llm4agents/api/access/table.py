@@ -61,6 +61,8 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     f"{_SANDBOX}/fork": {"POST": _USE},
     f"{_SANDBOX}/snapshot": {"POST": "templates"},
     f"{_SANDBOX}/timeout": {"POST": _USE},
+    f"{_SANDBOX}/traffic": {"GET": _USE, "POST": _USE},
+    f"{_SANDBOX}/traffic/urls": {"POST": _USE},
     f"{_SANDBOX}/network": {"GET": _READ, "PUT": _USE},
     f"{_SANDBOX}/network/why": {"POST": _READ},
     f"{_SANDBOX}/network/log": {"GET": _READ},

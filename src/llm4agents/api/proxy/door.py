@@ -1,4 +1,4 @@
-"""Takes requests for ports of sandboxes off the application, and answers what goes wrong with them.
+"""Takes requests for ports of sandboxes off the application, lets in who may, and answers what goes wrong with them.
 
 Outside the routes, since nothing of what those share (bounded bodies, JSON) is meant for a guest's traffic, and
 because any path is a guest's when the host name says so.
@@ -7,27 +7,32 @@ because any path is a guest's when the host name says so.
 from __future__ import annotations
 
 import time
+from typing import Any
+from urllib.parse import quote_from_bytes
 
 import structlog
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llm4agents.api.access import ports
-from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.context import principal as principal_of
-from llm4agents.api.proxy import address
+from llm4agents.api.proxy import address, admission
 from llm4agents.api.proxy.address import Target
+from llm4agents.api.proxy.admission import Admitted, Owned
 from llm4agents.api.proxy.exchange import Exchange
+from llm4agents.api.proxy.refusals import refusal
 from llm4agents.api.proxy.tunnel import tunnel
 from llm4agents.api.proxy.upstream import Pools
 from llm4agents.api.proxy.websocket import bridge
+from llm4agents.engine import clock
+from llm4agents.engine.traffic import Traffic
 from llm4agents.errors import LLM4AgentsError, ServerUnavailableError, UnknownOutcomeError
 
 log = structlog.get_logger()
-INTERNAL = 1011
+INTERNAL, NOT_ALLOWED = 1011, 1008
 REASON_BYTES_MAX = 120
+_PATH_SAFE = "/%:@!$&'()*+,;=~"
 
 
 class Ports:
@@ -40,7 +45,7 @@ class Ports:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        answer = _Answer(send)
+        answer, target = _Answer(send), None
         try:
             target = address.of(scope, self.context.names)
             if target is None:
@@ -52,31 +57,45 @@ class Ports:
                 self.context.active -= 1
                 self.context.last_request_s = time.monotonic()
         except LLM4AgentsError as error:
-            await self._failed(error, scope, receive, answer)
+            await self._failed(error, target, scope, receive, answer)
         except Exception as error:
             if not answer.begun:
                 log.error("proxy_failed", path=scope["path"], exc_info=error)
             failed = UnknownOutcomeError(
                 f"the server failed: {type(error).__name__}", hint="its log says more"
             )
-            await self._failed(failed, scope, receive, answer)
+            await self._failed(failed, target, scope, receive, answer)
 
     async def _serve(self, target: Target, scope: Scope, receive: Receive, send: _Answer) -> None:
         if self.context.stop.is_set():
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
-        ports.check(self.context, principal_of(HTTPConnection(scope)), target.sandbox)
+        by = self._admit(target, scope)
+        offered_by_url = by.by == "url" and target.form == "host" and admission.is_followed(scope)
+        query = scope["query_string"]
+        # From here on nothing of ours is in it: the guest gets what is left.
+        scope = {
+            **scope,
+            "headers": admission.for_the_guest(scope["headers"]),
+            "query_string": admission.query_for_the_guest(query),
+        }
+        if offered_by_url:
+            await self._as_cookie(by, target, scope)(scope, receive, send)
+            return
         http = scope["type"] == "http"
         if http and target.path is None and scope["method"] in ("GET", "HEAD"):
             # Relative links of the page must resolve below the prefix.
-            query = scope["query_string"].decode("latin-1")
-            where = f"{target.prefix}/" + (f"?{query}" if query else "")
+            where = f"{target.prefix}/" + (f"?{query.decode('latin-1')}" if query else "")
             await Response(status_code=308, headers={"location": where})(scope, receive, send)
             return
+        with self.context.visitors.inside(target.sandbox, by.by):
+            await self._proxy(target, scope, receive, send)
+
+    async def _proxy(self, target: Target, scope: Scope, receive: Receive, send: _Answer) -> None:
         live = await self.context.engine.access(target.sandbox)
         async with live.use(f"port {target.port}") as agent:
             pool = self.pools.of(target.sandbox, agent)
             with pool.dialer.counted():
-                if http:
+                if scope["type"] == "http":
                     await Exchange(pool, target, scope, receive, send).run()
                 elif target.prefix and target.path == address.TUNNEL:
                     await receive()  # websocket.connect
@@ -85,15 +104,51 @@ class Ports:
                     await receive()
                     await bridge(pool.dialer, target, scope, receive, send)
 
-    async def _failed(self, error: LLM4AgentsError, scope: Scope, receive: Receive, send: _Answer) -> None:
+    def _admit(self, target: Target, scope: Scope) -> Admitted:
+        row = self.context.engine.find(target.sandbox)
+        found = None if row is None else Owned(row.project, Traffic.of(row.traffic))
+        who, offers = principal_of(HTTPConnection(scope)), admission.offered(scope, target)
+        return admission.judge(target, found, who, offers, self.context.signer, clock.wall_s())
+
+    def _as_cookie(self, by: Admitted, target: Target, scope: Scope) -> Response:
+        """The signature becomes a cookie of its host: it is in no address bar, referrer or log of the guest's."""
+        row = self.context.engine.get(target.sandbox)
+        assert by.expires is not None
+        cookie = admission.cookie_for(
+            target,
+            by.expires,
+            Traffic.of(row.traffic),
+            self.context.signer,
+            tls=scope.get("scheme") == "https",
+            now=clock.wall_s(),
+        )
+        headers = {
+            "location": _own_path(scope, target),
+            "set-cookie": cookie,
+            "cache-control": "no-store",
+            "referrer-policy": "no-referrer",
+        }
+        return Response(status_code=302, headers=headers)
+
+    async def _failed(
+        self, error: LLM4AgentsError, target: Target | None, scope: Scope, receive: Receive, send: _Answer
+    ) -> None:
         if not send.begun:
-            await problem(error, self.context)(scope, receive, send)
+            await refusal(error, target, scope)(scope, receive, send)
         elif scope["type"] == "websocket":
             reason = error.message.encode()[:REASON_BYTES_MAX].decode(errors="ignore")
-            await send.quietly({"type": "websocket.close", "code": INTERNAL, "reason": reason})
+            code = NOT_ALLOWED if error.http_status in (401, 403) else INTERNAL
+            await send.quietly({"type": "websocket.close", "code": code, "reason": reason})
         else:
             # An answer that is left unfinished is cut by the server: the client sees that it is not whole.
             log.info("proxied_answer_cut", path=scope["path"][:200], error=error.message[:200])
+
+
+def _own_path(scope: dict[str, Any] | Scope, target: Target) -> str:
+    """A request's path and query as a Location that cannot lead to another host, whatever the path looks like."""
+    path = quote_from_bytes(target.path or b"/", safe=_PATH_SAFE)
+    query = quote_from_bytes(scope["query_string"], safe=_PATH_SAFE + "?")
+    return ("/." if path.startswith("//") else "") + path + (f"?{query}" if query else "")
 
 
 class _Answer:
@@ -104,7 +159,7 @@ class _Answer:
         self.begun = False
 
     async def __call__(self, message: Message) -> None:
-        self.begun = True
+        self.begun = self.begun or message["type"] != "http.response.early_hint"
         await self._send(message)
 
     async def quietly(self, message: Message) -> None:

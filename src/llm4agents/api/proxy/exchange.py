@@ -19,6 +19,7 @@ from llm4agents.api.proxy.upstream import Connection, Pool, port_error
 from llm4agents.errors import GuestError, InvalidRequestError, LLM4AgentsError, PortError
 
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
+_BODILESS = frozenset({*_REPEATABLE, "TRACE", "DELETE", "CONNECT"})
 
 
 class Exchange:
@@ -40,14 +41,54 @@ class Exchange:
         length = heads.named(fields, b"content-length")
         self._has_body = self._chunked or (bool(length) and length[0] != b"0")
         self._expects = b"100-continue" in [v.lower() for v in heads.named(fields, b"expect")]
-        query = scope["query_string"]
-        path = (target.path or b"/") + (b"?" + query if query else b"")
+        self._untold = scope["http_version"] not in ("1.0", "1.1") and not self._chunked and not length
+        """Nothing in the head says whether there is a body: HTTP/2 says so by its frames."""
+        self._first: asyncio.Future[Any] | None = None
+        """The message that was asked for before its time."""
+        self._head = self._made(fields)
+
+    def _made(self, fields: heads.Fields) -> h11.Request:
+        query = self._scope["query_string"]
+        path = (self._target.path or b"/") + (b"?" + query if query else b"")
         try:
-            self._head = h11.Request(method=scope["method"], target=path, headers=fields)
+            return h11.Request(method=self._scope["method"], target=path, headers=fields)
         except h11.LocalProtocolError as error:
             raise InvalidRequestError(f"this request cannot be passed on: {error}") from error
 
+    async def _look_for_a_body(self) -> None:
+        """By what comes first, if it comes soon; what takes longer is the beginning of a body."""
+        self._first = asyncio.ensure_future(self._receive())
+        done, _ = await asyncio.wait({self._first}, timeout=limits.PORT_BODY_S)
+        message: Any = self._first.result() if done else {"more_body": True}
+        fields = [(name, value) for name, value in self._head.headers]
+        if message.get("more_body"):
+            self._has_body = self._chunked = True
+            self._head = self._made([*fields, (b"transfer-encoding", b"chunked")])
+        elif body := message.get("body", b""):
+            self._has_body = True
+            self._head = self._made([*fields, (b"content-length", str(len(body)).encode())])
+        elif self._scope["method"] not in _BODILESS:
+            self._head = self._made([*fields, (b"content-length", b"0")])
+
+    async def _message(self) -> Any:
+        """The client's next message."""
+        if self._first is not None:
+            try:
+                return await self._first
+            finally:
+                self._first = None
+        return await self._receive()
+
     async def run(self) -> None:
+        if self._untold:
+            await self._look_for_a_body()
+        try:
+            await self._exchanged()
+        finally:
+            if self._first is not None:
+                self._first.cancel()
+
+    async def _exchanged(self) -> None:
         # A kept connection may be closed by the guest just as we write: only what can be repeated goes there.
         repeatable = not self._has_body and self._scope["method"] in _REPEATABLE
         if repeatable and (kept := self._pool.take(self._target.port)) is not None:
@@ -113,8 +154,8 @@ class Exchange:
             raise _Stale from error
 
     async def _answer_head(self, connection: Connection) -> h11.Response | None:
-        """The final answer's head; None when the client has gone. Interim answers are the guest's and ours alone."""
-        while True:
+        """The final answer's head; None when the client has gone. Of interim answers hints alone are passed on."""
+        for _ in range(limits.PORT_INTERIM_MAX):
             try:
                 event = await connection.receive()
             except (h11.RemoteProtocolError, GuestError) as error:
@@ -131,8 +172,16 @@ class Exchange:
                 connection.reused = False  # it has answered: no second try
                 if event.status_code == 100:
                     self._go.set()
+                elif event.status_code == 103:
+                    await self._hint(event)
             elif event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
                 raise PortError(f"port {self._target.port} of the sandbox closed the connection unanswered")
+        raise PortError(f"port {self._target.port} of the sandbox sent interim answers and no answer")
+
+    async def _hint(self, event: h11.InformationalResponse) -> None:
+        links = heads.named(event.headers, b"link")
+        if links and "http.response.early_hint" in (self._scope.get("extensions") or {}):
+            await self._send({"type": "http.response.early_hint", "links": links})
 
     async def _body(self, connection: Connection) -> tuple[bytes, bool]:
         """What has come of the answer's body, joined but never waited for; and whether that was all."""
@@ -151,7 +200,7 @@ class Exchange:
                 self._gone = True
                 connection.close()
                 return
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self._message())["type"] != "http.disconnect":
             pass
         self._gone = True
         connection.close()
@@ -162,7 +211,7 @@ class Exchange:
                 async with asyncio.timeout(limits.PORT_EXPECT_S):
                     await self._go.wait()
         while True:
-            message = await self._receive()
+            message = await self._message()
             if message["type"] == "http.disconnect":
                 return False
             if body := message.get("body"):

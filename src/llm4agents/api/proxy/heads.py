@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from llm4agents.api.proxy import address
 from llm4agents.api.proxy.address import Target
+from llm4agents.api.proxy.admission import is_our_cookie
 
 Fields = list[tuple[bytes, bytes]]
 
@@ -76,11 +77,11 @@ def request(scope: Mapping[str, Any], target: Target) -> Fields:
             # Same origin stays same origin, for servers that compare the two.
             value = b"http://" + own
         sent.append((name, value))
+    # What a client says of itself in these is not passed on; what a trusted proxy says is in the scope by now.
     client = scope.get("client")
-    chain = [*named(fields, b"x-forwarded-for"), client[0].encode() if client and client[0] else b"unknown"]
     sent += [
-        (b"x-forwarded-for", b", ".join(chain)),
-        (b"x-forwarded-host", address.header(scope, b"x-forwarded-host") or public[1]),
+        (b"x-forwarded-for", client[0].encode() if client and client[0] else b"unknown"),
+        (b"x-forwarded-host", public[1]),
         (b"x-forwarded-proto", public[0]),
     ]
     if target.prefix:
@@ -89,9 +90,6 @@ def request(scope: Mapping[str, Any], target: Target) -> Fields:
 
 
 def _scheme(scope: Mapping[str, Any]) -> bytes:
-    said = address.header(scope, b"x-forwarded-proto")
-    if said:
-        return said
     return b"https" if scope.get("scheme") in ("https", "wss") else b"http"
 
 
@@ -100,7 +98,7 @@ def answer(fields: Fields, scope: Mapping[str, Any], target: Target) -> Fields:
     out = _hop(fields) | _HANDSHAKE | {b"date"}
     if b"transfer-encoding" in (name.lower() for name, _ in fields):
         out.add(b"content-length")  # RFC 9112, 6.3: the other one holds
-    if target.prefix:
+    if target.form != "host":
         out |= _OF_THE_WHOLE_ORIGIN
     host = address.header(scope, b"host").decode("latin-1").lower()
     sent: Fields = []
@@ -110,7 +108,9 @@ def answer(fields: Fields, scope: Mapping[str, Any], target: Target) -> Fields:
             continue
         if name in (b"location", b"content-location"):
             value = location(value.decode("latin-1"), target, host).encode("latin-1")
-        elif name == b"set-cookie" and target.prefix:
+        elif name == b"set-cookie":
+            if is_our_cookie(value):
+                continue
             value = cookie(value, target.prefix.encode())
         sent.append((name, value))
     return sent
@@ -148,11 +148,12 @@ def _is_own(scheme: str, host: str | None, port: int | None, target: Target) -> 
 
 
 def cookie(value: bytes, prefix: bytes) -> bytes:
-    """A cookie for the guest's paths alone, wherever they lie for the client."""
+    """A cookie for the host alone that the client sees, and for the guest's paths, wherever they lie there."""
 
     def moved(found: re.Match[bytes]) -> bytes:
         path = found[2].strip()
         inside = path == prefix or path.startswith(prefix + b"/")
         return found[1] + (path if inside else prefix + path)
 
-    return _COOKIE_PATH.sub(moved, _COOKIE_DOMAIN.sub(b"", value))
+    value = _COOKIE_DOMAIN.sub(b"", value)
+    return _COOKIE_PATH.sub(moved, value) if prefix else value

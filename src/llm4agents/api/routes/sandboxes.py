@@ -44,6 +44,7 @@ async def create(body: models.Create, request: Request) -> Response:
         network=body.network,
         protect=protecting.wanted(context.guest_path(path) for path in body.protect),
         project=principal.project,
+        public=body.traffic is not None and body.traffic.public,
     )
     engine = context.of(request).engine
     if NDJSON in request.headers.get("accept", ""):

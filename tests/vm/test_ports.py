@@ -22,7 +22,7 @@ import websockets
 from websockets.sync.client import unix_connect
 
 from llm4agents import AsyncSandbox, Sandbox
-from llm4agents.errors import ConflictError, InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import ConflictError, LLM4AgentsError
 from tests.support import Node, eventually, sdk_of
 
 pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
@@ -125,7 +125,7 @@ def test_a_port_nobody_listens_on(shared_node: Node, box: Sandbox) -> None:
     with box.ports.forward(9, on_error=errors.append) as forward, pytest.raises(refusals):
         urllib.request.urlopen(forward.url, timeout=30)
     assert [error.code for error in errors] == ["port_refused"]
-    with pytest.raises(InvalidRequestError, match="unix socket"):
+    with pytest.raises(ConflictError, match="unix socket"):
         box.ports.url(8000)
 
 

@@ -108,6 +108,11 @@ GROUPS = {
         ("set_", "ls", "rm"),
         "Secrets: put into requests after these have left a sandbox, and in no sandbox ever.",
     ),
+    "ports": (
+        "ports",
+        ("ls", "url", "traffic"),
+        "Ports of a sandbox: which listen, their URLs, and who may reach them through the server.",
+    ),
     "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
 }
 # rich_markup_mode None: help and usage errors in plain text, since importing rich costs 80 ms.

@@ -43,6 +43,9 @@ def create(
     require_kvm: options.RequireKvm = False,
     vmm: options.Vmm = None,
     nested: options.Nested = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Anybody may reach its ports through the server.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Create a sandbox, leave it running, print its id."""
@@ -70,6 +73,7 @@ def create(
             require_kvm=require_kvm,
             vmm=vmm,
             nested=nested,
+            traffic={"public": True} if public else None,
             on_progress=progress,
         )
     if json:

@@ -122,6 +122,7 @@ def create_body(
     protect: Sequence[str] = (),
     vmm: str | None = None,
     nested: bool = False,
+    traffic: Mapping[str, bool] | None = None,
 ) -> dict[str, Any]:
     """POST /v1/sandboxes. Ranges of memory and vCPUs are the server's to judge: it may be a newer one."""
     if not isinstance(template, str) or not template:
@@ -154,8 +155,15 @@ def create_body(
         "protect": list(protect) or None,
         "vmm": vmm,
         "nested": nested or None,
+        "traffic": None if traffic is None else traffic_of(traffic),
     }
     return without_none(body)
+
+
+def traffic_of(traffic: Mapping[str, bool]) -> dict[str, bool]:
+    if not isinstance(traffic, Mapping) or not all(isinstance(value, bool) for value in traffic.values()):
+        raise InvalidRequestError(f"traffic={traffic!r}", hint='for example {"public": True}')
+    return dict(traffic)
 
 
 def network_of(network: Network) -> Any:

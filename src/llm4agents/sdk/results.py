@@ -285,6 +285,17 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Who may reach a sandbox's ports through its server: anybody (`public`), or whoever has a right to."""
+
+    public: bool
+    token: str = field(repr=False)
+    """As the header `X-Traffic-Token` it opens every port, until `traffic(rotate=True)`."""
+    domain: str | None = None
+    """Ports are `PORT-ID.DOMAIN` (the `_` of the id as `-`); None: the server has no domain."""
+
+
+@dataclass(frozen=True, slots=True)
 class FileInfo:
     """A file, directory or link. `size` in bytes, `mode` the permission bits, `mtime` unix seconds."""
 
@@ -346,6 +357,8 @@ class SandboxInfo:
     """What was asked for: `profile`, `rules`, `rewrite`, `credentials` (names of secrets, no values)."""
     protect: list[str] = field(default_factory=list)
     """Paths that only the guest's root could change."""
+    traffic: dict[str, Any] | None = None
+    """`public`: whether anybody may reach its ports."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
 

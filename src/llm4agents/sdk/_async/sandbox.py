@@ -76,6 +76,7 @@ class AsyncSandbox:
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
+        traffic: Mapping[str, bool] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
@@ -90,6 +91,7 @@ class AsyncSandbox:
         room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
         `vmm` names the virtual machine monitor ("firecracker", "cloud-hypervisor", "qemu"; None: the server's choice),
         `nested` gives its guest a `/dev/kvm` that works: HostSetupError where that cannot be had.
+        `traffic={"public": True}` lets anybody reach its ports through the server (docs/howto/ports.md).
         Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
         nothing is left running by any of them.
         """
@@ -115,6 +117,7 @@ class AsyncSandbox:
             protect=protect,
             vmm=vmm,
             nested=nested,
+            traffic=traffic,
         )
         self._transport: AsyncTransport = transport()
         async_begin(self._open)
@@ -142,6 +145,7 @@ class AsyncSandbox:
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
+        traffic: Mapping[str, bool] | None = None,
         on_progress: OnProgress | None = None,
     ) -> AsyncSandbox:
         """A new sandbox; arguments and errors as of the class."""
@@ -165,6 +169,7 @@ class AsyncSandbox:
             require_kvm=require_kvm,
             vmm=vmm,
             nested=nested,
+            traffic=traffic,
             on_progress=on_progress,
         )
         await made._open()
@@ -398,6 +403,14 @@ class AsyncSandbox:
         )
         self._info = results.sandbox_info(body)
         return self._info
+
+    async def traffic(self, *, public: bool | None = None, rotate: bool = False) -> results.Traffic:
+        """Who may reach its ports through the server. `public` changes that; `rotate` ends the token and every signed
+        URL that was given out, and whatever they had let in."""
+        body = _wire.without_none({"public": public, "rotate": rotate or None})
+        method, sent = ("POST", body) if body else ("GET", None)
+        answer = await self._transport.json(method, f"{self._path}/traffic", sent, sandbox=self.id)
+        return results.Traffic(bool(answer["public"]), str(answer["token"]), answer.get("domain"))
 
     async def metrics(self) -> dict[str, Any]:
         """CPU (ms), memory and disk (bytes), processes, as the guest counts them."""

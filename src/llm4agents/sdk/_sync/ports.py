@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
 from llm4agents.sdk._forward import HOST, Forwarding, OnError
 from llm4agents.sdk._runtime import blocking
@@ -12,19 +13,19 @@ from llm4agents.sdk._sync.listening import Listening
 class Ports(Listening):
     """`sandbox.ports`. A port that listens on the guest's 127.0.0.1 alone is reached like any other."""
 
-    def url(self, port: int) -> str:
-        """Where a remote server (`LLM4AGENTS_URL`) serves that port over HTTP and WebSocket.
+    def url(self, port: int, *, path: str = "/", expires: float | None = limits.PORT_URL_S) -> str:
+        """The URL of a port, which opens it to whoever has it, for `expires` seconds (30 days at most).
 
-        Raises InvalidRequestError for the local server, which is behind a unix socket: use `forward`.
+        `expires=None`: without that, for a sandbox that is public, or for clients that have its token
+        (`sandbox.traffic().token`). Raises ConflictError when the server has no listener but its unix socket: use
+        `forward`, or `llm4agents server run --listen`.
         """
         if not 1 <= port <= 65_535:
             raise InvalidRequestError(f"{port} is not a TCP port")
-        if self._transport.settings.url is None:
-            raise InvalidRequestError(
-                "the local server has no URL: it listens on a unix socket",
-                hint=f"forward({port}) gives a port of this machine and its URL",
-            )
-        return f"{self._transport.settings.url.rstrip('/')}{self._path}/{port}/"
+        body = {"port": port, "path": path, "expires_s": expires}
+        where = f"/v1/sandboxes/{self._sandbox}/traffic/urls"
+        answer = self._transport.json("POST", where, body, sandbox=self._sandbox)
+        return str(answer["url"])
 
     def forward(self, port: int, local: int = 0, *, on_error: OnError | None = None) -> Forward:
         """A port of this machine (127.0.0.1) that leads to `port` of the sandbox; `local` 0: any free one.

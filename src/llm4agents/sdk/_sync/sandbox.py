@@ -77,6 +77,7 @@ class Sandbox:
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
+        traffic: Mapping[str, bool] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Says what is wanted; `Sandbox(...)` creates it at once, `AsyncSandbox(...)` at `async with`.
@@ -91,6 +92,7 @@ class Sandbox:
         room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
         `vmm` names the virtual machine monitor ("firecracker", "cloud-hypervisor", "qemu"; None: the server's choice),
         `nested` gives its guest a `/dev/kvm` that works: HostSetupError where that cannot be had.
+        `traffic={"public": True}` lets anybody reach its ports through the server (docs/howto/ports.md).
         Raises InvalidRequestError, TemplateNotFoundError, CapacityError, BootError, ServerUnavailableError;
         nothing is left running by any of them.
         """
@@ -116,6 +118,7 @@ class Sandbox:
             protect=protect,
             vmm=vmm,
             nested=nested,
+            traffic=traffic,
         )
         self._transport: Transport = transport()
         begin(self._open)
@@ -143,6 +146,7 @@ class Sandbox:
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
+        traffic: Mapping[str, bool] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Sandbox:
         """A new sandbox; arguments and errors as of the class."""
@@ -166,6 +170,7 @@ class Sandbox:
             require_kvm=require_kvm,
             vmm=vmm,
             nested=nested,
+            traffic=traffic,
             on_progress=on_progress,
         )
         made._open()
@@ -395,6 +400,14 @@ class Sandbox:
         )
         self._info = results.sandbox_info(body)
         return self._info
+
+    def traffic(self, *, public: bool | None = None, rotate: bool = False) -> results.Traffic:
+        """Who may reach its ports through the server. `public` changes that; `rotate` ends the token and every signed
+        URL that was given out, and whatever they had let in."""
+        body = _wire.without_none({"public": public, "rotate": rotate or None})
+        method, sent = ("POST", body) if body else ("GET", None)
+        answer = self._transport.json(method, f"{self._path}/traffic", sent, sandbox=self.id)
+        return results.Traffic(bool(answer["public"]), str(answer["token"]), answer.get("domain"))
 
     def metrics(self) -> dict[str, Any]:
         """CPU (ms), memory and disk (bytes), processes, as the guest counts them."""

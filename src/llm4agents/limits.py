@@ -142,6 +142,16 @@ PORT_URL_S: Final = 3_600.0
 PORT_URL_S_MAX: Final = 30 * 86_400.0
 """How long a signed URL holds: by default, and at most."""
 
+# MCP over HTTP
+
+MCP_SESSIONS_MAX: Final = 256
+MCP_SESSION_IDLE_S: Final = 1_800.0
+"""A session without a request for so long is ended; its default sandbox is left to its own timeouts."""
+MCP_CONVERSATIONS_MAX: Final = 1_024
+"""Of whose default sandbox is known; the longest unused one is forgotten for another."""
+MCP_CONVERSATION_S: Final = 86_400.0
+"""How long an unused one is known: as long as its paused sandbox is kept."""
+
 # Jobs, logs
 JOBS_PER_SANDBOX_MAX: Final = 64
 """That are not over."""

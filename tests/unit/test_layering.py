@@ -25,9 +25,10 @@ MAY_IMPORT = {
     "barrier": BASE,
     "wallet": BASE | {"store"},
     "engine": BASE | {"store", "guest", "vmm", "images", "barrier", "wallet"},
-    "api": BASE | {"engine"},
+    "api": BASE | {"engine", "tools"},
+    "tools": BASE | {"sdk"},
     "sdk": BASE,
-    "cli": BASE | {"sdk"},
+    "cli": BASE | {"sdk", "tools"},
     "": BASE | {"sdk"},
     "__main__": {"cli"},
 }

@@ -12,12 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from llm4agents import __version__, limits
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
+from llm4agents.api.mcp.endpoint import Mcp
 from llm4agents.api.measured import Measured
 from llm4agents.api.proxy.door import Ports
 from llm4agents.api.routes import (
@@ -147,6 +149,7 @@ def create_app(context: Context) -> FastAPI:
         trees,
     ):
         app.include_router(module.router)
+    app.router.routes.append(Route("/mcp", Mcp(), methods=["GET", "POST", "DELETE"], include_in_schema=False))
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)
     app.add_middleware(Gated, context=context)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llm4agents.cli.mcp import content, host_paths
 from llm4agents.errors import ConnectionLostError, InvalidRequestError
 from llm4agents.sdk.results import ExecResult, Execution, ExecutionError, Result
+from llm4agents.tools import content, host_paths
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\nx").decode()
 

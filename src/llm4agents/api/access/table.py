@@ -29,6 +29,7 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/invites": {"GET": "node", "POST": "node"},
     "/v1/invites/{invite}": {"DELETE": "node"},
     "/v1/audit": {"GET": "read project"},
+    "/mcp": {"GET": _USE, "POST": _USE, "DELETE": _USE},
     # the node
     "/v1/server": {"GET": "read sandboxes templates volumes secrets project"},
     "/v1/server/stop": {"POST": "node"},

@@ -1,7 +1,6 @@
 """`mcp`: the sandbox as tools for agents, over stdio (Model Context Protocol).
 
-Only the command line is here; `server` has the tools, `boxes` the sandboxes they act on, `content` what answers
-look like, `host_paths` the one way to files of this machine. The `mcp` package is imported by `server` alone,
+Only the command line is here; `llm4agents.tools` has the tools, `stdio` serves them. The `mcp` package is imported
 when the command runs: it takes a second.
 """
 
@@ -51,8 +50,8 @@ def mcp(
     A sandbox is created when the first call needs one, and killed when the agent goes away.
     """
     from llm4agents.cli import ids, output
-    from llm4agents.cli.mcp.boxes import Boxes
-    from llm4agents.cli.mcp.server import serve
+    from llm4agents.cli.mcp.stdio import serve
+    from llm4agents.tools.boxes import Boxes
 
     network = options.network(net, credential, rewrite)
     if sandbox is not None and network is not None:
@@ -69,5 +68,6 @@ def mcp(
         memory_mib=memory_mib,
         vcpus=vcpus,
         network=network,
+        say=output.say,
     )
     serve(boxes, allow_host_paths)

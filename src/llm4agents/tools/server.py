@@ -1,4 +1,7 @@
-"""The tools. Each is thin: arguments to a call of the SDK, its result to content, its errors to tool errors."""
+"""The tools. Each is thin: arguments to a call of the SDK, its result to content, its errors to tool errors.
+
+Not here: how they are served (`cli.mcp` over stdio, `api.mcp` over HTTP).
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,23 @@ import base64
 import binascii
 import functools
 import inspect
-import os
-import signal
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from mcp.server.mcpserver import Context, MCPServer
 from mcp_types import CallToolResult, ContentBlock, ToolAnnotations
 from pydantic import Field
 
 from llm4agents import AsyncSandbox, __version__, limits
-from llm4agents.cli import output
-from llm4agents.cli.mcp import content, host_paths
-from llm4agents.cli.mcp.boxes import Boxes, OnProgress
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError, ProtectedPathError
 from llm4agents.sdk._landing import Downloaded
+from llm4agents.tools import content, host_paths
+from llm4agents.tools.boxes import Boxes, OnProgress
 
+Ctx = Context[Any, Any]
+BoxesOf = Callable[[Ctx], Boxes]
+"""The sandboxes of whoever makes a call."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,6 +38,9 @@ is refused says why. Calls that name no sandbox_id share one default sandbox, wh
 ends with this conversation; variables, files and processes stay in it between calls. Relative paths start at
 /home/user. Copy results that must outlive it out of it.\
 """
+_REMOTE_INSTRUCTIONS = INSTRUCTIONS.replace(
+    "ends with this conversation", "is paused when it is not used, and kept for a day"
+)
 
 Which = Annotated[str | None, Field(description="A sandbox's id; leave it out for the default sandbox.")]
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -43,41 +48,19 @@ _ACTS = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world
 _ENDS = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_world_hint=False)
 
 
-def serve(boxes: Boxes, host_root: Path | None) -> NoReturn:
-    """Until the client closes stdin, or SIGTERM; then `boxes` is closed and the process is over."""
-    asyncio.run(_serve(boxes, host_root))
-    raise AssertionError("not reached")
+def make(of: BoxesOf, host_root: Path | None = None, *, remote: bool = False) -> MCPServer:
+    """The server, with the tools for host paths only if there is a directory for them.
 
-
-async def _serve(boxes: Boxes, host_root: Path | None) -> NoReturn:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.ensure_future(make(boxes, host_root).run_stdio_async())
-    stopping = asyncio.ensure_future(stop.wait())
-    code = 0
-    try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done() and (error := serving.exception()) is not None:
-            code = output.report(error) if isinstance(error, LLM4AgentsError) else output.UNKNOWN
-            output.say(f"error: {type(error).__name__}: {error}")
-        await boxes.close()
-    except LLM4AgentsError as error:
-        code = output.report(error)
-    finally:
-        # Not by an orderly end: a thread waits on a stdin that the client may have left open.
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def make(boxes: Boxes, host_root: Path | None) -> MCPServer:
-    """The server, with the tools for host paths only if there is a directory for them."""
-    server = MCPServer("llm4agents", version=__version__, instructions=INSTRUCTIONS, log_level="WARNING")
-    _life(server, boxes)
-    _running(server, boxes)
-    _files(server, boxes)
+    `remote`: its user is on another machine; ports are URLs of the server's then, not of his machine.
+    """
+    said = _REMOTE_INSTRUCTIONS if remote else INSTRUCTIONS
+    server = MCPServer("llm4agents", version=__version__, instructions=said, log_level="WARNING")
+    _life(server, of)
+    _running(server, of)
+    _remote_ports(server, of) if remote else _local_ports(server, of)
+    _files(server, of)
     if host_root is not None:
-        _host_files(server, boxes, host_root)
+        _host_files(server, of, host_root)
     return server
 
 
@@ -101,7 +84,7 @@ def _tool(
     return register
 
 
-def _progress(ctx: Context[Any, Any]) -> OnProgress:
+def _progress(ctx: Ctx) -> OnProgress:
     """Tells the client how the build of a template goes: a first call may wait for one for minutes."""
     count = 0
 
@@ -113,10 +96,10 @@ def _progress(ctx: Context[Any, Any]) -> OnProgress:
     return tell
 
 
-def _life(server: MCPServer, boxes: Boxes) -> None:
+def _life(server: MCPServer, of: BoxesOf) -> None:
     @_tool(server, _ACTS)
     async def create_sandbox(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         template: Annotated[str | None, Field(description="For example base or python.")] = None,
         timeout_s: Annotated[float | None, Field(description="Idle seconds before it is paused.")] = None,
         env: Annotated[dict[str, str] | None, Field(description="For every command and cell.")] = None,
@@ -125,7 +108,7 @@ def _life(server: MCPServer, boxes: Boxes) -> None:
         metadata: dict[str, str] | None = None,
     ) -> str:
         """Create a further sandbox and return its id. Not needed for the default one: just run something."""
-        made = await boxes.create(
+        made = await of(ctx).create(
             template,
             _progress(ctx),
             timeout=timeout_s,
@@ -138,40 +121,41 @@ def _life(server: MCPServer, boxes: Boxes) -> None:
 
     @_tool(server, _READS)
     async def list_sandboxes(
+        ctx: Ctx,
         all: Annotated[bool, Field(description="Also those that have ended.")] = False,
     ) -> str:
         """List the sandboxes of this server: id, state, template."""
-        found = await AsyncSandbox.list()
+        found = await of(ctx).list()
         return content.cut(
             content.sandboxes([info for info in found if all or info.state not in ("killed", "failed")])
         )
 
     @_tool(server, _ACTS)
-    async def pause_sandbox(ctx: Context[Any, Any], sandbox_id: Which = None) -> str:
+    async def pause_sandbox(ctx: Ctx, sandbox_id: Which = None) -> str:
         """Pause a sandbox: memory, processes and files are kept on disk, and cost no memory until it is resumed."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
-            await boxes.pause(sandbox)
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
+            await of(ctx).pause(sandbox)
             return f"{sandbox.id} is paused; the next call that needs it resumes it"
 
     @_tool(server, _ACTS)
-    async def resume_sandbox(ctx: Context[Any, Any], sandbox_id: Which = None) -> str:
+    async def resume_sandbox(ctx: Ctx, sandbox_id: Which = None) -> str:
         """Resume a paused sandbox, where it was."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             await sandbox.resume()
             return f"{sandbox.id} is running"
 
     @_tool(server, _ENDS)
-    async def kill_sandbox(ctx: Context[Any, Any], sandbox_id: Which = None) -> str:
+    async def kill_sandbox(ctx: Ctx, sandbox_id: Which = None) -> str:
         """End a sandbox; its memory and files are gone."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
-            await boxes.kill(sandbox)
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
+            await of(ctx).kill(sandbox)
             return f"{sandbox.id} is gone"
 
 
-def _running(server: MCPServer, boxes: Boxes) -> None:
+def _running(server: MCPServer, of: BoxesOf) -> None:
     @_tool(server, _ACTS)
     async def run_code(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         code: str,
         sandbox_id: Which = None,
         language: Annotated[
@@ -185,13 +169,13 @@ def _running(server: MCPServer, boxes: Boxes) -> None:
 
         Variables and imports are kept for the next cell. Charts (matplotlib) are returned as pictures.
         """
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             done = await sandbox.run_code(code, language=language, context=context, timeout=timeout_s)
             return content.execution(done)
 
     @_tool(server, _ACTS)
     async def exec(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         command: Annotated[str, Field(description="A shell command line.")],
         sandbox_id: Which = None,
         cwd: Annotated[str | None, Field(description="Default: /home/user.")] = None,
@@ -201,13 +185,15 @@ def _running(server: MCPServer, boxes: Boxes) -> None:
         timeout_s: Annotated[float, Field(description="0: no limit.")] = limits.EXEC_TIMEOUT_S,
     ) -> list[ContentBlock]:
         """Run a shell command and wait for its end. A server: start it with `nohup … >log 2>&1 &`."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             done = await sandbox.exec(command, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout_s)
             return content.command(done)
 
+
+def _local_ports(server: MCPServer, of: BoxesOf) -> None:
     @_tool(server, _ACTS)
     async def expose_port(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         port: Annotated[int, Field(ge=1, le=65_535)],
         sandbox_id: Which = None,
         local_port: Annotated[
@@ -218,14 +204,33 @@ def _running(server: MCPServer, boxes: Boxes) -> None:
 
         For a web page, a dev server or an API that runs in the sandbox. It holds while this conversation lasts.
         """
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
-            return (await boxes.expose(sandbox, port, local_port)).url
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
+            return (await of(ctx).expose(sandbox, port, local_port)).url
 
 
-def _files(server: MCPServer, boxes: Boxes) -> None:
+def _remote_ports(server: MCPServer, of: BoxesOf) -> None:
+    @_tool(server, _ACTS)
+    async def expose_port(
+        ctx: Ctx,
+        port: Annotated[int, Field(ge=1, le=65_535)],
+        sandbox_id: Which = None,
+        path: Annotated[str, Field(description="Of the page.")] = "/",
+        expires_s: Annotated[
+            float, Field(ge=1, le=limits.PORT_URL_S_MAX, description="How long the URL opens the port.")
+        ] = limits.PORT_URL_S,
+    ) -> str:
+        """Return a URL under which whoever has it can reach a TCP port of the sandbox that speaks HTTP.
+
+        For a web page, a dev server or an API that runs in the sandbox.
+        """
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
+            return await sandbox.ports.url(port, path=path, expires=expires_s)
+
+
+def _files(server: MCPServer, of: BoxesOf) -> None:
     @_tool(server, _READS)
     async def read_file(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         path: str,
         sandbox_id: Which = None,
         offset: Annotated[int, Field(ge=0, description="In bytes.")] = 0,
@@ -236,12 +241,12 @@ def _files(server: MCPServer, boxes: Boxes) -> None:
         ] = "auto",
     ) -> list[ContentBlock]:
         """Read a file of the sandbox, or a part of it."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             return await _read(sandbox, path, offset, length, encoding)
 
     @_tool(server, _ENDS)
     async def write_file(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         path: str,
         text: Annotated[str, Field(description="The whole content, as `encoding` says.")],
         sandbox_id: Which = None,
@@ -249,20 +254,20 @@ def _files(server: MCPServer, boxes: Boxes) -> None:
         executable: bool = False,
     ) -> str:
         """Write a file of the sandbox, in place of what was there; missing directories are made."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             mode = 0o755 if executable else None
             size = await sandbox.files.write(path, _decoded(text, encoding), mode=mode)
             return f"{size} bytes written to {path}"
 
     @_tool(server, _READS)
     async def list_files(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         path: Annotated[str, Field(description="A directory.")] = "/home/user",
         sandbox_id: Which = None,
         depth: Annotated[int, Field(ge=1, le=16, description="Levels below it.")] = 1,
     ) -> str:
         """List the files of a directory of the sandbox."""
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             return content.cut(
                 content.entries(await sandbox.files.list("~" if path == "." else path, depth=depth))
             )
@@ -302,12 +307,12 @@ def _decoded(said: str, encoding: str) -> bytes:
         raise InvalidRequestError(f"this is not base64: {error}") from error
 
 
-def _host_files(server: MCPServer, boxes: Boxes, root: Path) -> None:
+def _host_files(server: MCPServer, of: BoxesOf, root: Path) -> None:
     note = f"On the user's machine only paths below {root.resolve()} are allowed; relative ones start there."
 
     @_tool(server, _ACTS, note)
     async def upload(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         host_path: Annotated[str, Field(description="A file or directory of the user's machine.")],
         path: Annotated[str, Field(description="Where to in the sandbox.")],
         sandbox_id: Which = None,
@@ -315,12 +320,12 @@ def _host_files(server: MCPServer, boxes: Boxes, root: Path) -> None:
         """Copy a file or directory of the user's machine into the sandbox."""
         source = host_paths.inside(root, host_path)
         await asyncio.to_thread(host_paths.check_tree, root, source)
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             return f"copied to {await sandbox.files.upload(source, path)}"
 
     @_tool(server, _ENDS, note)
     async def download(
-        ctx: Context[Any, Any],
+        ctx: Ctx,
         path: Annotated[str, Field(description="A file or directory of the sandbox.")],
         host_path: Annotated[str, Field(description="Where to on the user's machine.")],
         sandbox_id: Which = None,
@@ -330,7 +335,7 @@ def _host_files(server: MCPServer, boxes: Boxes, root: Path) -> None:
         What that machine would obey without being asked (.bashrc, .git/hooks, .vscode/tasks.json…) is left out.
         """
         target = host_paths.inside(root, host_path)
-        async with boxes.use(sandbox_id, _progress(ctx)) as sandbox:
+        async with of(ctx).use(sandbox_id, _progress(ctx)) as sandbox:
             return content.downloaded(await _download(sandbox, path, target))
 
 

@@ -1,6 +1,6 @@
 """The sandboxes that an MCP client acts on: the default one, those it names, and ports it had exposed.
 
-The default one is made when a call needs it and belongs to this process: it ends with it. Sandboxes made on
+The default one is made when a call needs it and belongs to the conversation: it ends with it. Sandboxes made on
 request are found again by their id, and end by their own timeouts.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from llm4agents import AsyncSandbox
-from llm4agents.cli import output
 from llm4agents.errors import ConflictError, LLM4AgentsError, SandboxDiedError, SandboxNotFoundError
 from llm4agents.sdk._async.ports import AsyncForward
+from llm4agents.sdk._async.transport import AsyncTransport, bound
+from llm4agents.sdk.results import SandboxInfo
 
 OnProgress = Callable[[str, str, "float | None"], Awaitable[None]]
 KEEP_S = 86_400.0
@@ -36,8 +37,14 @@ class Boxes:
         memory_mib: int | None = None,
         vcpus: int | None = None,
         network: Mapping[str, Any] | None = None,
+        way: AsyncTransport | None = None,
+        say: Callable[[str], None] = lambda said: None,
     ) -> None:
+        """`way`: to the server, if it is not the one of the environment. `say`: to the user, at the end."""
         self.template = template
+        self._way, self._say = way, say
+        self.busy = 0
+        """Calls under way."""
         self._given, self._keep = given, keep
         self._wish: dict[str, Any] = {
             "timeout": timeout,
@@ -56,7 +63,8 @@ class Boxes:
     async def create(self, template: str | None, on_progress: OnProgress, **wish: Any) -> AsyncSandbox:
         """A new sandbox; what `wish` leaves out is as for the default one."""
         wish = {**self._wish, **{name: value for name, value in wish.items() if value is not None}}
-        made = await AsyncSandbox.create(template or self.template, on_progress=on_progress, **wish)
+        with self._bound():
+            made = await AsyncSandbox.create(template or self.template, on_progress=on_progress, **wish)
         self._handles[made.id] = made
         return made
 
@@ -66,6 +74,15 @@ class Boxes:
 
         When the default one turns out to have ended, the error says so, and the next call has a new one.
         """
+        self.busy += 1
+        try:
+            async with self._used(id, on_progress) as sandbox:
+                yield sandbox
+        finally:
+            self.busy -= 1
+
+    @contextlib.asynccontextmanager
+    async def _used(self, id: str | None, on_progress: OnProgress) -> AsyncIterator[AsyncSandbox]:
         sandbox = await self._of(id, on_progress)
         try:
             yield sandbox
@@ -85,10 +102,18 @@ class Boxes:
         wanted = id or self._default
         assert wanted is not None
         if wanted not in self._handles:
-            found = await AsyncSandbox.connect(wanted)
+            with self._bound():
+                found = await AsyncSandbox.connect(wanted)
             if self._handles.setdefault(wanted, found) is not found:
                 await found.close()  # another call was faster
         return self._handles[wanted]
+
+    async def list(self) -> list[SandboxInfo]:
+        with self._bound():
+            return await AsyncSandbox.list()
+
+    def _bound(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._way is None else bound(self._way)
 
     async def _ended(self, sandbox: AsyncSandbox) -> bool:
         try:
@@ -137,10 +162,13 @@ class Boxes:
             with contextlib.suppress(*_GONE):
                 if self._keep:
                     await default.pause()
-                    output.say(
-                        f"paused: {default.id} (llm4agents mcp --sandbox {default.id} goes on with it)"
-                    )
+                    self._say(f"paused: {default.id} (llm4agents mcp --sandbox {default.id} goes on with it)")
                 else:
                     await default.kill()
+        await self.let_go()
+
+    async def let_go(self) -> None:
+        """Leave all sandboxes to their own timeouts."""
         for handle in list(self._handles.values()):
             await handle.close()
+        self._handles.clear()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SandboxNotFoundError,
         SandboxPausedError,
         ServerUnavailableError,
+        TemplateBuildError,
         TemplateNotFoundError,
         TimedOutError,
         UnknownOutcomeError,
@@ -76,7 +77,7 @@ _ERRORS = (
     "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError "
     "PathNotFoundError PortError PortRefusedError ProgramFailedError ProtocolError "
     "ProtectedPathError SandboxDiedError SandboxNotFoundError "
-    "SandboxPausedError ServerUnavailableError TemplateNotFoundError TimedOutError "
+    "SandboxPausedError ServerUnavailableError TemplateBuildError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
 )
 _RESULTS = (
@@ -148,6 +149,7 @@ __all__ = [
     "SecretInfo",
     "Secrets",
     "ServerUnavailableError",
+    "TemplateBuildError",
     "TemplateNotFoundError",
     "TimedOutError",
     "UnknownOutcomeError",

@@ -22,6 +22,7 @@ without reading words:
     │   ├── ServerUnavailableError   no server answers and none could be started; names its log
     │   ├── VersionMismatchError     a store, snapshot or server of another version
     │   ├── BootError                the VM never became ready; carries the tail of its console
+    │   ├── TemplateBuildError       a step of a template's build failed: names it, with what it said last
     │   └── UnsupportedPlatformError not Linux: only a remote server can be used from here
     ├── UnknownOutcomeError      outcome "unknown": it may have run, wholly or in part
     │   ├── SandboxDiedError         the VM ended under the call; says why when that is known
@@ -181,6 +182,13 @@ class BootError(NotStartedError):
 
     code = "boot_failed"
     http_status = 503
+
+
+class TemplateBuildError(NotStartedError):
+    """A step of the template's build failed; there is no template."""
+
+    code = "template_build_failed"
+    http_status = 422
 
 
 class UnsupportedPlatformError(NotStartedError):

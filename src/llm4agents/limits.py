@@ -53,6 +53,30 @@ KEEPER_GRACE_S: Final = 5.0
 """How long after a deadline the keeper waits for a live server to act before it ends the VM itself."""
 SERIAL_LOG_BYTES_MAX: Final = 1_048_576
 
+# Templates of one's own
+STEPS_MAX: Final = 200
+STEP_PACKAGES_MAX: Final = 500
+STEP_COMMAND_BYTES_MAX: Final = 49_152
+STEP_TIMEOUT_S: Final = 1_800
+STEP_TIMEOUT_S_MAX: Final = 14_400
+STEP_OUTPUT_TAIL_BYTES: Final = 4_096
+"""Of what a failed step said last, in its error."""
+RECIPE_BYTES_MAX: Final = 1_048_576
+READY_TIMEOUT_S: Final = 60
+READY_TIMEOUT_S_MAX: Final = 600
+STEPS_CACHE_BYTES_MAX: Final = 21_474_836_480
+"""Of the disks kept after steps, all together; those used least recently go first."""
+BUILD_LOG_BYTES_MAX: Final = 4_194_304
+"""Of what one build has said; the newest is kept."""
+BUILD_LOG_LINE_BYTES_MAX: Final = 8_192
+BUILD_LOGS_MAX: Final = 256
+"""Of templates, one each: those of the oldest builds go first."""
+COPY_BYTES_MAX: Final = 2_147_483_648
+"""Of the files of one copy, as a tar."""
+COPY_ENTRIES_MAX: Final = 200_000
+COPIES_BYTES_MAX: Final = 8_589_934_592
+"""Of what a project has sent for copies; what was used least recently goes first."""
+
 # Shapes
 VCPUS_MIN: Final = 1
 VCPUS_MAX: Final = 8

@@ -10,11 +10,12 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries", "protected", "tarblocks"}
+BASE = {"errors", "config", "limits", "binaries", "protected", "recipe", "tarblocks"}
 MAY_IMPORT = {
     "errors": set(),
     "limits": set(),
     "protected": set(),
+    "recipe": {"errors", "limits"},
     "tarblocks": {"errors", "limits", "protected"},
     "config": {"errors", "limits", "protected"},
     "binaries": {"config", "errors"},
@@ -64,6 +65,7 @@ PURE = [
     "errors.py",
     "limits.py",
     "protected.py",
+    "recipe.py",
     "tarblocks.py",
 ]
 IO_MODULES = {

@@ -35,6 +35,7 @@ from llm4agents.api.routes import (
     sandboxes,
     secrets,
     states,
+    templates,
     traffic,
     trees,
 )
@@ -145,6 +146,7 @@ def create_app(context: Context) -> FastAPI:
         observe,
         pool,
         secrets,
+        templates,
         traffic,
         trees,
     ):

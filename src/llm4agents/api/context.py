@@ -6,8 +6,9 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 from urllib.parse import parse_qsl
 
 import structlog
@@ -103,19 +104,38 @@ async def access(request: HTTPConnection, sandbox: str) -> Live:
     return await of(request).engine.access(check_id(sandbox))
 
 
-def guest_path(path: str) -> str:
-    """An absolute path in the guest; what is relative is taken from the user's home."""
+def _defaults(request: HTTPConnection | None) -> Mapping[str, Any]:
+    """`user` and `workdir` of the sandbox that a request is about, where its template says them."""
+    sandbox = None if request is None else request.path_params.get("sandbox")
+    row = None if request is None or sandbox is None else of(request).engine.find(str(sandbox))
+    return (row and row.defaults) or {}
+
+
+def guest_path(path: str, request: HTTPConnection | None = None) -> str:
+    """An absolute path in the guest of the sandbox that `request` is about; what is relative is taken from the
+    working directory that its template says, else from the user's home."""
     if "\0" in path:
         raise InvalidRequestError("a path has no NUL in it")
+    if path.startswith("/"):
+        return path
+    defaults = _defaults(request)
     if path == "~" or path.startswith("~/"):
-        path = HOME + path[1:]
-    return path if path.startswith("/") else f"{HOME}/{path}"
+        return ("/root" if defaults.get("user") in ("root", "0") else HOME) + path[1:]
+    return f"{(defaults.get('workdir') or HOME).rstrip('/')}/{path}"
+
+
+def directory(path: str | None, request: HTTPConnection) -> str | None:
+    """Where a command runs: as it says, else the working directory of the template; None: at home."""
+    if path is not None:
+        return guest_path(path, request)
+    found = _defaults(request).get("workdir")
+    return None if found is None else str(found)
 
 
 def query_path(request: Request) -> str:
     """`path` of the query, whatever bytes it has: names in a guest need not be UTF-8."""
     query = request.scope["query_string"].decode("ascii", "surrogateescape")
-    return guest_path(dict(parse_qsl(query, errors="surrogateescape")).get("path", ""))
+    return guest_path(dict(parse_qsl(query, errors="surrogateescape")).get("path", ""), request)
 
 
 def protected_paths(request: HTTPConnection) -> tuple[str, ...]:
@@ -139,8 +159,8 @@ def protected_headers(request: HTTPConnection) -> dict[str, str]:
     return {"x-protected-paths": json.dumps(patterns)} if patterns else {}
 
 
-def user_of(user: str | None) -> str | int:
-    """A user of the guest by name, or by number if it is one."""
+def user_of(user: str | None, request: HTTPConnection | None = None) -> str | int:
+    """A user of the guest by name, or by number if it is one; who names none is who its template says, or `user`."""
     if user is None or user == "":
-        return "user"
+        user = str(_defaults(request).get("user") or "user")
     return int(user) if user.isdecimal() and len(user) < 10 else user

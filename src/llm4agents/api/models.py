@@ -92,8 +92,9 @@ class Create(WithEnv):
     template: Name = limits.DEFAULT_TEMPLATE
     timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)] = limits.IDLE_TIMEOUT_S
     life_s: Annotated[float, Field(gt=0, le=limits.LIFE_S_MAX)] = limits.LIFE_S_MAX
-    memory_mib: int = limits.DEFAULT_MEMORY_MIB
-    vcpus: int = limits.DEFAULT_VCPUS
+    memory_mib: int | None = None
+    """None: what the template says."""
+    vcpus: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     require_kvm: bool = False
     vmm: Name | None = None

@@ -76,6 +76,8 @@ class Contexts:
         """Those that were only named, by language and name."""
         self.shells: dict[str, Shell] = {}
         self.starting = asyncio.Lock()
+        self.defaults: Mapping[str, Any] = {}
+        """`user` and `workdir` of the template, for shells that say no other. The interpreters are older than it."""
 
     def find(self, name: str, language: str | None) -> Context:
         """The context of that name. Raises InvalidRequestError when it is of another language."""
@@ -127,6 +129,7 @@ async def of(live: Live, agent: Agent) -> Contexts:
     if live.contexts is None:
         language = _LANGUAGE_OF.get(live.row.template) or await _guess(agent)
         contexts = Contexts(language)
+        contexts.defaults = live.row.defaults or {}
         contexts.created = await _read(agent)
         live.contexts = live.contexts or contexts  # another call may have been faster
     return live.contexts
@@ -248,7 +251,14 @@ async def _shell(agent: Agent, contexts: Contexts, context: Context) -> Shell:
     async with contexts.starting:
         shell = contexts.shells.get(context.key)
         if shell is None or not shell.alive or shell.agent is not agent:
-            shell = await Shell.open(agent, context.process, env=context.env, cwd=context.cwd)
+            said = contexts.defaults
+            shell = await Shell.open(
+                agent,
+                context.process,
+                env=context.env,
+                cwd=context.cwd or said.get("workdir"),
+                user=said.get("user") or "user",
+            )
             contexts.shells[context.key] = shell
         return shell
 

@@ -19,11 +19,23 @@ import structlog
 from llm4agents import limits
 from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
-from llm4agents.engine import adoption, clock, contact, creation, isolation, lifecycle, parts, top, tops
+from llm4agents.engine import (
+    adoption,
+    clock,
+    contact,
+    creation,
+    isolation,
+    lifecycle,
+    names,
+    parts,
+    top,
+    tops,
+)
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
 from llm4agents.engine.bounds import Bounds
+from llm4agents.engine.building.builds import Builds
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.feed import Feed
 from llm4agents.engine.jobs import Jobs
@@ -126,6 +138,11 @@ class Engine(Acts):
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.networks = Networks(settings, store, self.places, self.secrets, self.templates)
         self.pool = Pool(self.templates, self.drivers, self.places, self.admission, link=self.networks.link)
+        self.builds = Builds(
+            self.templates.workshop, self.templates, self.networks, self.drivers, settings.state / "builds"
+        )
+        self.builds.find = names.ref
+        self.templates.rebuild = self.builds.rebuild
         self.creating = 0
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -180,6 +197,7 @@ class Engine(Acts):
         """End every sandbox, or (`keep`) leave them to the next server: their deadlines hold meanwhile."""
         self._closing = True
         await self.jobs.close()
+        await self.builds.close()
         for creator in list(self._creators):
             creator.cancel()
         while self._creators:
@@ -339,6 +357,7 @@ class Engine(Acts):
             disk=tops.of(variant.disk_format).chain(),
             vmm=variant.vmm,
             nested=variant.nested,
+            defaults=variant.defaults,
             project=wish.project,
             traffic=Traffic(public=wish.public).stored(),
         )
@@ -552,6 +571,7 @@ class Engine(Acts):
                 await self.templates.remove(name)
                 removed.append(f"template {name}")
         removed += self.protecting.prune(self.store.alive(), everything=everything)
+        removed += await asyncio.to_thread(self.builds.prune, everything=everything)
         pruned = await self.templates.cache.prune()
         forgotten = self.store.forget_ended(clock.wall_s() - (0 if everything else FORGET_S))
         if forgotten:

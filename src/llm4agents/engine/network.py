@@ -94,6 +94,8 @@ class Networks:
         self._floor: tuple[int, Floor] | None = None
         self._discovery = Discovery(settings.cache)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._machines: dict[str, MachineRecord] = {}
+        """Of builds: they run behind the barrier and are no sandboxes."""
         self._trim_at = 0.0
         self.barrier = Barrier(
             settings,
@@ -123,7 +125,7 @@ class Networks:
 
     def sweep(self) -> None:
         """Remove what there is of sandboxes nobody knows any more, and old audits past their bound."""
-        alive = {row.id for row in self._store.alive()}
+        alive = {row.id for row in self._store.alive()} | self._machines.keys()
         for directory, wanted in ((self.names, alive.__contains__), (self.audit, self._known)):
             for path in directory.iterdir() if directory.is_dir() else []:
                 if not wanted(path.name.partition(".")[0]):
@@ -140,7 +142,7 @@ class Networks:
             self._spawn(asyncio.to_thread(trim_audits, self.audit, alive))
 
     def _known(self, sandbox: str) -> bool:
-        return self._store.get(sandbox) is not None
+        return sandbox in self._machines or self._store.get(sandbox) is not None
 
     @property
     def names(self) -> Path:
@@ -323,6 +325,25 @@ class Networks:
             "capture": await self.captures.state(row.id),
         }
 
+    # -- machines that are no sandboxes -------------------------------------------------------------------
+
+    async def enter_machine(self, ident: str, record: MachineRecord, asked: Asked) -> None:
+        """A machine of a build joins. Returns once its connections are let out. Raises what the barrier does."""
+        self._machines[ident] = record
+        await self.barrier.join(ident, asked.wish)
+
+    def leave_machine(self, ident: str) -> None:
+        """It ends. Its audit stays until the next sweep. Idempotent."""
+        if self._machines.pop(ident, None) is not None:
+            self.barrier.leave(ident, forget=True)
+
+    async def denied(self, ident: str, limit: int = 8) -> list[str]:
+        """The names or addresses that a machine of a build was refused last."""
+        wanted = Wanted(verdict="deny")
+        found = await asyncio.to_thread(audit_read.read, self.audit, ident, wanted, 8 * limit)
+        names = (one.get("name") or one.get("address") for one in found)
+        return [str(name) for name in dict.fromkeys(names) if name][-limit:]
+
     # -- what is told of it -------------------------------------------------------------------------------
 
     async def log(self, row: SandboxRow, wanted: audit_read.Wanted, limit: int) -> list[dict[str, Any]]:
@@ -365,10 +386,12 @@ class Networks:
     # -- what the barrier asks for ------------------------------------------------------------------------
 
     async def _sockets(self, sandbox: str) -> dict[str, int] | None:
-        row = self._store.get(sandbox)
-        if row is None or row.record is None:
-            return None
-        record = MachineRecord.from_json(row.record)
+        record = self._machines.get(sandbox)
+        if record is None:
+            row = self._store.get(sandbox)
+            if row is None or row.record is None:
+                return None
+            record = MachineRecord.from_json(row.record)
         try:
             pidfd = os.pidfd_open(record.vmm_pid)
         except OSError:

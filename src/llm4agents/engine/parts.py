@@ -90,10 +90,25 @@ class Variant:
     """Whether its machines have a `/dev/kvm` that works."""
     disk_format: Literal["qcow2", "raw"] = "qcow2"
     """Of its clones' disks (`engine.tops`)."""
+    user: str | None = None
+    """Whose rights commands in its clones have that name nobody; None: `user`."""
+    workdir: str | None = None
+    """Where they run; None: at home."""
+    start: dict[str, Any] | None = None
+    """What lives in its machines, as a recipe has it (`recipe.read_start`): a cold boot starts it too."""
+    disk: str | None = None
+    """Of one that was built by a recipe: the key of its disk, which what is built on it goes by."""
 
     @property
     def shape(self) -> Shape:
         return Shape(self.name, self.vcpus, self.memory_mib, self.vmm, self.nested)
+
+    @property
+    def defaults(self) -> dict[str, Any] | None:
+        """`{user, workdir}` of what is done in its clones without saying; None: the user `user`, at home."""
+        if self.user is None and self.workdir is None:
+            return None
+        return {"user": self.user, "workdir": self.workdir}
 
     @property
     def snapshot(self) -> Path:
@@ -199,6 +214,10 @@ def save(variant: Variant, directory: Path) -> None:
         "vmm": variant.vmm,
         "nested": variant.nested,
         "disk_format": variant.disk_format,
+        "user": variant.user,
+        "workdir": variant.workdir,
+        "start": variant.start,
+        "disk": variant.disk,
     }
     with (directory / TEMPLATE).open("x") as file:
         json.dump(body, file, indent=1)
@@ -243,6 +262,10 @@ def load(path: Path, blob: Any) -> Variant:
             vmm=str(body.get("vmm") or _vmm_of(path)),
             nested=bool(body.get("nested")),
             disk_format="raw" if raw else "qcow2",
+            user=body.get("user"),
+            workdir=body.get("workdir"),
+            start=body.get("start"),
+            disk=body.get("disk"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionMismatchError(

@@ -20,6 +20,7 @@ import structlog
 
 from llm4agents import limits
 from llm4agents.engine import bounds, clock, contact, creation, tops, usage
+from llm4agents.engine.building import starting
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, chain_of
@@ -360,6 +361,7 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         boot_id = await creation.identify(agent, row.id, {}, linked=link is not None, protect=protect)
         await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
         await agent.set_env({**variant.environment, **env})
+        await starting.again(agent, variant, progress)
         await bounds.in_guest(agent, bounds.Bounds.of(row.limits))
     except BaseException as error:
         if machine is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +47,8 @@ from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Driver, Snapshot
 from llm4agents.vmm.choice import LABELS, Drivers, canonical
 
-__all__ = ["Progress", "Shape", "Templates", "silent", "warm_up"]
+RECIPE = "recipe.json"
+__all__ = ["RECIPE", "Progress", "Shape", "Templates", "silent", "warm_up"]
 
 
 class Templates:
@@ -55,7 +57,7 @@ class Templates:
     def __init__(self, settings: Settings, drivers: Drivers, admission: Admission | None = None) -> None:
         """`admission` is asked for a build's memory; without one there is no bound but the host's."""
         self.cache = Cache(settings.cache)
-        self._workshop = Workshop(self.cache, settings.run_dir / "vm", admission)
+        self.workshop = Workshop(self.cache, settings.run_dir / "vm", admission)
         self._ca_directory = settings.ca_directory
         self._authority: Authority | None = None
         self._drivers = drivers
@@ -63,6 +65,8 @@ class Templates:
         self._ready: dict[Shape, tuple[Variant, Snapshot]] = {}
         self._building: dict[Shape, asyncio.Task[tuple[Variant, Snapshot]]] = {}
         self._listeners: dict[Shape, list[Progress]] = {}
+        self.rebuild: Callable[[Shape, Progress], Awaitable[tuple[Variant, Snapshot]]] | None = None
+        """Builds a shape of one that was made by a recipe (`building.builds`)."""
         self.users_of: Callable[[str], builtins.list[str]] = lambda _: []
         """The sandboxes that lie on the variant of that key: it is not removed while there are any."""
 
@@ -131,6 +135,8 @@ class Templates:
         """
         if not rebuild and (found := self.ready(shape) or await self._pinned(shape)):
             return found
+        if self.rebuild is not None and self.recipe_of(shape.name) is not None:
+            return await self.rebuild(shape, progress)
         wanted = spec.get(shape.name)
         parts.check_shape(shape.vcpus, shape.memory_mib, os.cpu_count() or 1)
         if rebuild and (found := self.ready(shape)):
@@ -168,7 +174,7 @@ class Templates:
     ) -> tuple[Variant, Snapshot]:
         driver = self._drivers.of(shape.vmm)
         async with self.cache.building(progress):
-            made_of = await self._parts(wanted, driver, progress, refresh=rebuild, nested=shape.nested)
+            made_of = await self.parts_of(wanted, driver, progress, refresh=rebuild, nested=shape.nested)
             machine = made_of.machine(shape, Path(parts.UPPER))
             can = await driver.capabilities()
             identity = driver.identity(machine, can)
@@ -183,7 +189,7 @@ class Templates:
                     if words := self._made_elsewhere(shape, identity):
                         progress("build", words, None)
                     await freezing.build(
-                        self._workshop,
+                        self.workshop,
                         _plan(wanted, made_of, shape, key, dest, can.disk_format),
                         driver,
                         progress,
@@ -266,12 +272,65 @@ class Templates:
 
     async def boot_parts(self, driver: Driver, nested: bool, progress: Progress = silent) -> Parts:
         """Kernel and initramfs of this version, to boot any disk with."""
-        return await self._parts(spec.get("base"), driver, progress, refresh=False, nested=nested)
+        return await self.parts_of(None, driver, progress, nested=nested)
 
     @staticmethod
     def spec_of(variant: Variant) -> TemplateSpec:
-        """What a variant was built by; a snapshot's is that of the template it came from."""
-        return spec.get(variant.family or variant.name)
+        """The services and environment of a variant's machines; a snapshot's are those of what it came from."""
+        found = spec.BUILTIN.get(variant.family or variant.name)
+        if found is None:
+            return TemplateSpec(variant.name, variant.description, (), environment=variant.environment)
+        return replace(found, environment=variant.environment)
+
+    # -- those made by recipes ----------------------------------------------------------------------------
+
+    def recipe_of(self, name: str) -> dict[str, Any] | None:
+        """`{recipe, project}` of a template that was made by one. Reads the disk."""
+        if name in spec.BUILTIN or not names.valid(name):
+            return None
+        try:
+            body = json.loads((self.cache.templates / name / RECIPE).read_text())
+        except (OSError, ValueError):
+            return None
+        return body if isinstance(body, dict) and "recipe" in body else None
+
+    def published(self, path: Path, about: dict[str, Any] | None) -> tuple[Variant, Snapshot]:
+        """What a build has published there is what its name and shape mean from now on. `about`: as `recipe_of`."""
+        found = self._find(path)
+        if found is None:
+            raise VersionMismatchError(f"the template just built in {path} cannot be read")
+        if about is not None:
+            with self.cache.tmpdir() as tmp:
+                (tmp / RECIPE).write_text(json.dumps(about, indent=1))
+                (tmp / RECIPE).replace(self.cache.templates / found[0].name / RECIPE)
+        self.pin(found[0])
+        self._ready[found[0].shape] = found
+        self._drop_others(found[0])
+        return found
+
+    def find_at(self, path: Path) -> tuple[Variant, Snapshot] | None:
+        """The variant in that directory, if it is one that is whole."""
+        return self._find(path)
+
+    def newest(self, name: str, vmm: str) -> Variant | None:
+        """The variant of that name, of whatever shape, that was made last on that VMM."""
+        found = [one for one in self.list() if one.name == name and one.vmm == vmm]
+        return max(found, key=lambda one: one.created_at, default=None)
+
+    def size(self, name: str) -> tuple[int, int]:
+        """vCPUs and MiB of a create that says none: those its recipe says, or the one shape that a snapshot has."""
+        default = limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB
+        if name in spec.BUILTIN or not names.valid(name):
+            return default
+        if (about := self.recipe_of(name)) is not None:
+            wanted = about["recipe"]
+            return int(wanted.get("vcpus") or default[0]), int(wanted.get("memory_mib") or default[1])
+        shapes = set()
+        for path in (self.cache.templates / name).glob("pinned-*"):
+            with contextlib.suppress(ValueError, IndexError):
+                words = path.name.split("-")
+                shapes.add((int(words[1]), int(words[2])))
+        return shapes.pop() if len(shapes) == 1 else default
 
     # -- imported ones ------------------------------------------------------------------------------------
 
@@ -376,9 +435,16 @@ class Templates:
             # Live clones hold its files open and its memory sealed in the server: unlinking takes nothing away.
             shutil.rmtree(path, ignore_errors=True)
 
-    async def _parts(
-        self, wanted: TemplateSpec, driver: Driver, progress: Progress, *, refresh: bool, nested: bool = False
+    async def parts_of(
+        self,
+        wanted: TemplateSpec | None,
+        driver: Driver,
+        progress: Progress,
+        *,
+        refresh: bool = False,
+        nested: bool = False,
     ) -> Parts:
+        """What a machine is booted from; without `wanted` there is no root file system among it."""
         can = await driver.capabilities()
         kernel = await build_kernel(
             self.cache, progress, refuses=lambda release: driver.refuses(release, can), refresh=refresh
@@ -386,20 +452,24 @@ class Templates:
         agent = binaries.path(binaries.AGENT)
         initrd = await in_thread(lambda _: build_initrd(kernel, agent, self.cache, nested=nested))
         authority = await in_thread(lambda _: self.authority())
-        rootfs = await build_rootfs(
-            wanted, self.cache, progress, refresh=refresh, authority=authority.certificate_pem
-        )
-        return Parts(
+        made_of = Parts(
             kernel=kernel.vmlinux,
             kernel_release=kernel.release,
             kernel_digest=kernel.digest,
             initrd=initrd.path,
             initrd_digest=initrd.digest,
-            rootfs=rootfs.path,
-            rootfs_digest=rootfs.digest,
-            contents=[asdict(content) for content in rootfs.contents],
+            rootfs=Path(),
+            rootfs_digest="",
+            contents=[],
             ca=authority.digest,
         )
+        if wanted is None:
+            return made_of
+        rootfs = await build_rootfs(
+            wanted, self.cache, progress, refresh=refresh, authority=authority.certificate_pem
+        )
+        contents = [asdict(content) for content in rootfs.contents]
+        return replace(made_of, rootfs=rootfs.path, rootfs_digest=rootfs.digest, contents=contents)
 
     def check_shape(self, name: str, vcpus: int, memory_mib: int) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be had here."""
@@ -407,10 +477,10 @@ class Templates:
             spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
 
-    @staticmethod
-    def check_name(name: str) -> None:
+    def check_name(self, name: str) -> None:
         """Raises InvalidRequestError or TemplateNotFoundError for what cannot be built."""
-        spec.get(name)
+        if self.recipe_of(name) is None:
+            spec.get(name)
 
     def unbuilt(self) -> list[dict[str, Any]]:
         """Templates that can be built and are not there in any shape."""

@@ -201,7 +201,8 @@ class Cache:
     def du(self) -> list[Usage]:
         """Disk use by part: each template, blobs, what is being made, the rest."""
         parts = [("blobs", self.root / "blobs"), ("tmp", self.tmp), ("build", self.root / "build")]
-        parts += [("protected paths", self.root / "protect")]
+        parts += [("protected paths", self.root / "protect"), ("steps of builds", self.root / "steps")]
+        parts += [("files sent for builds", self.root / "copies")]
         if self.templates.is_dir():
             parts += [(f"template {p.name}", p) for p in sorted(self.templates.iterdir()) if p.is_dir()]
         return [Usage(name, path, tree_bytes(path)) for name, path in parts if path.exists()]
@@ -229,11 +230,12 @@ class Cache:
         return Pruned(removed, size)
 
     def _referred(self) -> set[str]:
-        """Every digest that a template variant names anywhere."""
+        """Every digest that a template variant, or the disk kept after a step of a build, names anywhere."""
         found: set[str] = set()
-        for path in self.templates.glob("*/keys/*/template.json"):
-            with contextlib.suppress(OSError):
-                found.update(_DIGEST.findall(path.read_text(errors="replace")))
+        for pattern in ("templates/*/keys/*/template.json", "steps/*/step.json"):
+            for path in self.root.glob(pattern):
+                with contextlib.suppress(OSError):
+                    found.update(_DIGEST.findall(path.read_text(errors="replace")))
         return found
 
     @contextlib.asynccontextmanager

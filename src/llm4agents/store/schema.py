@@ -76,6 +76,9 @@ sandboxes = Table(
     Column("nested", Boolean, nullable=False, server_default=false()),  # whether its guest has a /dev/kvm
     Column("project", String, nullable=False, server_default="default", index=True),
     Column("traffic", JSON),  # {"public": bool, "generation": int}: who may reach its ports; None: private, 0
+    Column(
+        "defaults", JSON
+    ),  # {"user", "workdir"}: of its template, for calls that name none; None: `user`, at home
     Column("volumes", JSON),  # [{"volume", "path", "mode"}]: what is attached, in the order of its slots
 )
 

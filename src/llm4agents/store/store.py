@@ -82,6 +82,7 @@ class SandboxRow:
     nested: bool = False
     project: str = "default"
     traffic: dict[str, Any] | None = None
+    defaults: dict[str, Any] | None = None
     volumes: list[dict[str, Any]] | None = None
 
     @classmethod

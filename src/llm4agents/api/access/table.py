@@ -42,10 +42,11 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/events": {"GET": _READ},
     "/v1/usage": {"GET": _READ},
     # templates
-    "/v1/templates": {"GET": "read sandboxes templates"},
+    "/v1/templates": {"GET": "read sandboxes templates", "POST": "templates"},
     "/v1/templates/import": {"POST": "node"},
-    "/v1/templates/{name}": {"DELETE": "templates"},
-    "/v1/templates/{name}/build": {"POST": "templates"},
+    "/v1/templates/files/{digest}": {"GET": "templates", "PUT": "templates"},
+    "/v1/templates/{name}": {"GET": "read sandboxes templates", "DELETE": "templates"},
+    "/v1/templates/{name}/build": {"GET": "read templates", "POST": "templates", "DELETE": "templates"},
     "/v1/templates/{name}/export": {"POST": "node"},
     # secrets
     "/v1/secrets": {"GET": "read secrets"},

@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/sandboxes/{sandbox}")
 @router.post("/exec")
 async def exec_(sandbox: str, body: models.Exec, request: Request) -> Response:
     live = await context.access(request, sandbox)
-    command = commands.of(body, models.wait(body.timeout_s, limits.EXEC_TIMEOUT_S))
+    command = commands.of(body, models.wait(body.timeout_s, limits.EXEC_TIMEOUT_S), request)
     manner = calls.Manner(id=body.id, tag=body.tag, kill_when_left=body.on_disconnect == "kill")
     if body.stream:
         return Stream(calls.exec_stream(live, command, manner), lines=True, media_type=NDJSON)

@@ -48,7 +48,7 @@ async def list_(sandbox: str, request: Request) -> Response:
 @router.post("/contexts")
 async def create(sandbox: str, body: models.NewContext, request: Request) -> Response:
     live = await context.access(request, sandbox)
-    cwd = None if body.cwd is None else context.guest_path(body.cwd)
+    cwd = context.directory(body.cwd, request)
     return Json(await contexts.create(live, body.language, cwd, body.env), status_code=201)
 
 

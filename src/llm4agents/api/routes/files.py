@@ -34,7 +34,8 @@ async def read(
 ) -> Response:
     source = context.query_path(request)
     context.check_protected(request, context.check_id(sandbox), source, "read")
-    items = _read(await context.access(request, sandbox), source, offset, length, user)
+    live = await context.access(request, sandbox)
+    items = _read(live, source, offset, length, context.user_of(user, request))
     # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
     info = await anext(items)
     headers = {
@@ -47,10 +48,10 @@ async def read(
 
 
 async def _read(
-    live: Live, path: str, offset: int, length: int | None, user: str | None
+    live: Live, path: str, offset: int, length: int | None, user: str | int
 ) -> AsyncGenerator[Any, None]:
     async with live.use(f"read {path}") as agent:
-        file = await agent.read(path, offset=offset, length=length, user=context.user_of(user))
+        file = await agent.read(path, offset=offset, length=length, user=user)
         async with file:
             yield file.info
             async with contextlib.aclosing(aiter(file)) as chunks:
@@ -71,7 +72,7 @@ async def write(
     async with (await context.access(request, sandbox)).use(f"write {target}") as agent:
         try:
             size = await agent.write(
-                target, chunks(request), mode=mode, user=context.user_of(user), parents=parents
+                target, chunks(request), mode=mode, user=context.user_of(user, request), parents=parents
             )
         except LLM4AgentsError:
             await drain(request)
@@ -101,7 +102,9 @@ async def stat(
     sandbox: str, request: Request, path: PathQuery, follow: bool = True, user: str | None = None
 ) -> Response:
     async with (await context.access(request, sandbox)).use("stat") as agent:
-        entry = await agent.stat(context.query_path(request), follow=follow, user=context.user_of(user))
+        entry = await agent.stat(
+            context.query_path(request), follow=follow, user=context.user_of(user, request)
+        )
     return Json(asdict(entry))
 
 
@@ -114,7 +117,9 @@ async def listing(
     user: str | None = None,
 ) -> Response:
     async with (await context.access(request, sandbox)).use("list") as agent:
-        found = await agent.list(context.query_path(request), depth=depth, user=context.user_of(user))
+        found = await agent.list(
+            context.query_path(request), depth=depth, user=context.user_of(user, request)
+        )
     return Json({"entries": [asdict(entry) for entry in found.entries], "truncated": found.truncated})
 
 
@@ -122,11 +127,11 @@ async def listing(
 async def mkdir(sandbox: str, body: models.Mkdir, request: Request) -> Response:
     async with (await context.access(request, sandbox)).use("mkdir") as agent:
         await agent.mkdir(
-            context.guest_path(body.path),
+            context.guest_path(body.path, request),
             parents=body.parents,
             mode=body.mode,
             exist_ok=body.exist_ok,
-            user=context.user_of(body.user),
+            user=context.user_of(body.user, request),
         )
     return Json({})
 
@@ -135,10 +140,10 @@ async def mkdir(sandbox: str, body: models.Mkdir, request: Request) -> Response:
 async def move(sandbox: str, body: models.Move, request: Request) -> Response:
     async with (await context.access(request, sandbox)).use("move") as agent:
         await agent.move(
-            context.guest_path(body.source),
-            context.guest_path(body.to),
+            context.guest_path(body.source, request),
+            context.guest_path(body.to, request),
             overwrite=body.overwrite,
-            user=context.user_of(body.user),
+            user=context.user_of(body.user, request),
         )
     return Json({})
 
@@ -147,9 +152,9 @@ async def move(sandbox: str, body: models.Move, request: Request) -> Response:
 async def remove(sandbox: str, body: models.Remove, request: Request) -> Response:
     async with (await context.access(request, sandbox)).use("remove") as agent:
         await agent.remove(
-            context.guest_path(body.path),
+            context.guest_path(body.path, request),
             recursive=body.recursive,
             missing_ok=body.missing_ok,
-            user=context.user_of(body.user),
+            user=context.user_of(body.user, request),
         )
     return Json({})

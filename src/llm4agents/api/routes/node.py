@@ -120,11 +120,13 @@ async def build(name: str, body: models.Build, request: Request) -> Response:
     if body.nested:
         context.of(request).engine.check_nested()
 
+    vcpus, memory_mib = registry.size(name)
+
     async def work(progress: Progress) -> dict[str, Any]:
         shape = await registry.shape(
             name,
-            body.vcpus or limits.DEFAULT_VCPUS,
-            body.memory_mib or limits.DEFAULT_MEMORY_MIB,
+            body.vcpus or vcpus,
+            body.memory_mib or memory_mib,
             vmm=body.vmm,
             nested=body.nested,
         )

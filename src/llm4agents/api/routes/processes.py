@@ -34,7 +34,7 @@ async def start(sandbox: str, body: models.Start, request: Request) -> Response:
     tty = None if body.tty is None else Terminal(body.tty.rows, body.tty.cols, body.tty.term)
     info = await processes.start(
         live,
-        commands.of(body, body.timeout_s or None),
+        commands.of(body, body.timeout_s or None, request),
         id=body.id,
         tag=body.tag,
         tty=tty,

@@ -25,12 +25,14 @@ router = APIRouter(prefix="/v1/sandboxes")
 @router.post("", status_code=201)
 async def create(body: models.Create, request: Request) -> Response:
     principal = context.principal(request)
+    template = context.template(request, body.template)
+    vcpus, memory_mib = context.of(request).engine.templates.size(template)
     wish = Wish(
-        template=context.template(request, body.template),
+        template=template,
         idle_timeout_s=body.timeout_s,
         life_s=body.life_s,
-        vcpus=body.vcpus,
-        memory_mib=body.memory_mib,
+        vcpus=vcpus if body.vcpus is None else body.vcpus,
+        memory_mib=memory_mib if body.memory_mib is None else body.memory_mib,
         env=body.env,
         metadata=body.metadata,
         require_kvm=body.require_kvm,

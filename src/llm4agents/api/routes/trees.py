@@ -83,15 +83,17 @@ async def tar_out(sandbox: str, request: Request, path: PathQuery, user: User = 
     top = context.query_path(request)
     context.check_protected(request, context.check_id(sandbox), top, "tar")
     live, patterns = await context.access(request, sandbox), context.protected_paths(request)
-    items = _tar(live, top, exclude, user, Sieve(top, patterns) if patterns else None)
+    items = _tar(
+        live, top, exclude, context.user_of(user, request), Sieve(top, patterns) if patterns else None
+    )
     await anext(items)  # what cannot be opened is an HTTP error and not a cut body
     return Stream(items, lines=False, media_type=TAR, headers=context.protected_headers(request))
 
 
 async def _tar(
-    live: Live, path: str, exclude: list[str], user: User, sieve: Sieve | None
+    live: Live, path: str, exclude: list[str], user: str | int, sieve: Sieve | None
 ) -> AsyncGenerator[Any, None]:
-    stream = trees.tar_out(live, path, exclude=exclude, user=context.user_of(user))
+    stream = trees.tar_out(live, path, exclude=exclude, user=user)
     try:
         async with contextlib.aclosing(stream) as items:
             async for item in items:
@@ -143,7 +145,7 @@ async def tar_in(
             chunks(request),
             parents=parents,
             preserve_owner=preserve_owner,
-            user=context.user_of(user),
+            user=context.user_of(user, request),
         )
     except LLM4AgentsError:
         await drain(request)
@@ -153,9 +155,9 @@ async def tar_in(
 
 @router.post("/attributes")
 async def attributes(sandbox: str, body: Attributes, request: Request) -> Response:
-    live, user = await context.access(request, sandbox), context.user_of(body.user)
+    live, user = await context.access(request, sandbox), context.user_of(body.user, request)
     wanted = body.model_dump(exclude={"path", "user"})
-    work = trees.set_attributes(live, context.guest_path(body.path), **wanted, user=user)
+    work = trees.set_attributes(live, context.guest_path(body.path, request), **wanted, user=user)
     return Json({"changed": await unless_gone(request, work)})
 
 
@@ -163,20 +165,20 @@ async def attributes(sandbox: str, body: Attributes, request: Request) -> Respon
 async def link(sandbox: str, body: Link, request: Request) -> Response:
     await trees.link(
         await context.access(request, sandbox),
-        context.guest_path(body.path),
-        body.target if body.symbolic else context.guest_path(body.target),
+        context.guest_path(body.path, request),
+        body.target if body.symbolic else context.guest_path(body.target, request),
         symbolic=body.symbolic,
         overwrite=body.overwrite,
-        user=context.user_of(body.user),
+        user=context.user_of(body.user, request),
     )
     return Json({})
 
 
 @router.post("/search")
 async def search(sandbox: str, body: Search, request: Request) -> Response:
-    live, user = await context.access(request, sandbox), context.user_of(body.user)
+    live, user = await context.access(request, sandbox), context.user_of(body.user, request)
     wanted = body.model_dump(exclude={"path", "user", "timeout_s"})
-    path = context.guest_path(body.path)
+    path = context.guest_path(body.path, request)
     found = await unless_gone(request, trees.search(live, path, **wanted, user=user, timeout=body.timeout_s))
     matches = [_match(match) for match in found.matches]
     return Json({"matches": matches, "files": found.files, "truncated": found.truncated})
@@ -198,13 +200,14 @@ async def watch(
     user: User = None,
 ) -> Response:
     """Lines `{"type": "watching"}`, then a change each, then `{"type": "end"}` if what is watched has gone."""
-    items = _watch(await context.access(request, sandbox), context.query_path(request), recursive, user)
+    live, user_ = await context.access(request, sandbox), context.user_of(user, request)
+    items = _watch(live, context.query_path(request), recursive, user_)
     await anext(items)
     return Stream(items, lines=True, media_type=NDJSON)
 
 
-async def _watch(live: Live, path: str, recursive: bool, user: User) -> AsyncGenerator[Any, None]:
-    changes = trees.watch(live, path, recursive=recursive, user=context.user_of(user))
+async def _watch(live: Live, path: str, recursive: bool, user: str | int) -> AsyncGenerator[Any, None]:
+    changes = trees.watch(live, path, recursive=recursive, user=user)
     async with contextlib.aclosing(changes) as seen:
         yield await anext(seen)
         yield {"type": "watching", "path": path}

@@ -15,6 +15,7 @@ def upgrade() -> None:
     op.add_column("sandboxes", sa.Column("project", sa.String, nullable=False, server_default="default"))
     op.create_index("ix_sandboxes_project", "sandboxes", ["project"])
     op.add_column("sandboxes", sa.Column("traffic", sa.JSON))
+    op.add_column("sandboxes", sa.Column("defaults", sa.JSON))
     op.add_column("sandboxes", sa.Column("volumes", sa.JSON))
     for table in ("events", "usage"):
         op.add_column(table, sa.Column("project", sa.String, nullable=False, server_default="default"))

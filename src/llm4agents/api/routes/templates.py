@@ -1,0 +1,159 @@
+"""/v1/templates: templates of one's own: the files of a recipe's copies, its build, what it says, what comes of it.
+
+Not here: building built-in ones, bundles (`node`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from llm4agents import recipe as recipes
+from llm4agents.api import context
+from llm4agents.api.answers import NDJSON, Json, Stream
+from llm4agents.api.models import Body, Name
+from llm4agents.api.routes.files import chunks, drain
+from llm4agents.engine import names
+from llm4agents.engine.building.buildlog import Listener
+from llm4agents.engine.building.builds import Wanted
+from llm4agents.errors import LLM4AgentsError, NotFoundError, TemplateNotFoundError
+
+router = APIRouter(prefix="/v1/templates")
+QUEUED_MAX = 4_096
+"""Events that a slow reader is behind before he misses some."""
+
+
+class NewTemplate(Body):
+    name: Name
+    recipe: Annotated[dict[str, Any], Field(description="docs/reference/template-toml.md")]
+    vmm: Name | None = None
+    nested: bool = False
+    force: bool = False
+
+
+@router.post("")
+async def build(body: NewTemplate, request: Request) -> Response:
+    """NDJSON: `build`, `step`, `log` and `progress` as it goes, `template` at the end. Who goes away ends the build, if
+    nobody else waits for it."""
+    project = context.principal(request).project
+    builds, registry = context.of(request).engine.builds, context.of(request).engine.templates
+    recipes.check_name(body.name)
+    wanted = Wanted(
+        names.ref(body.name, project),
+        recipes.parse(body.recipe),
+        project,
+        vmm=body.vmm,
+        nested=body.nested,
+        force=body.force,
+    )
+    if body.nested:
+        context.of(request).engine.check_nested()
+
+    async def work(listener: Listener) -> dict[str, Any]:
+        variant, _ = await builds.build(wanted, listener)
+        return {"type": "template", **await asyncio.to_thread(registry.describe, variant)}
+
+    return Stream(_with_events(work), lines=True, media_type=NDJSON)
+
+
+async def _with_events(
+    work: Callable[[Listener], Awaitable[dict[str, Any]]],
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The events of `work` as they come, then its result. Closing it cancels the work."""
+    queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    missed = 0
+
+    def tell(event: dict[str, Any]) -> None:
+        nonlocal missed
+        if event["type"] == "end":
+            return  # the result or the error says it
+        if queue.qsize() >= QUEUED_MAX and event["type"] != "step":
+            missed += 1
+            return
+        if missed:
+            queue.put_nowait({"type": "missed", "events": missed})
+            missed = 0
+        queue.put_nowait(event)
+
+    task = asyncio.ensure_future(work(tell))
+    try:
+        while not task.done():
+            getter = asyncio.ensure_future(queue.get())
+            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                yield getter.result()
+            else:
+                getter.cancel()
+        while not queue.empty():
+            yield queue.get_nowait()
+        yield task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                await task
+
+
+@router.get("/{name}")
+async def show(name: str, request: Request) -> Response:
+    """What it is, each of its shapes, and the recipe it was made by."""
+    registry = context.of(request).engine.templates
+    ref = _ref(name, request)
+    about = await asyncio.to_thread(registry.recipe_of, ref)
+    found = [one for one in await asyncio.to_thread(registry.catalogue) if one["name"] in (ref, name)]
+    if not found:
+        raise TemplateNotFoundError(
+            f"there is no template {name[:100]!r}", hint="llm4agents template ls", name=name
+        )
+    recipe = None if about is None else about["recipe"]
+    return Json({"name": name, "variants": [{**one, "name": name} for one in found], "recipe": recipe})
+
+
+@router.get("/{name}/build")
+async def state(name: str, request: Request, follow: Annotated[bool, Query()] = False) -> Response:
+    """How its build under way is, or its last one; with `follow` its events as they come (NDJSON), to its end."""
+    builds, ref = context.of(request).engine.builds, _ref(name, request)
+    found = builds.state(ref)
+    if follow:
+        return Stream(builds.follow(ref), lines=True, media_type=NDJSON)
+    return Json({"name": name, **found})
+
+
+@router.delete("/{name}/build")
+async def cancel(name: str, request: Request) -> Response:
+    """End its build, whoever waits for it. The steps that were done are kept."""
+    await context.of(request).engine.builds.cancel(_ref(name, request), "by request")
+    return Json({"name": name})
+
+
+@router.get("/files/{digest}")
+async def there(digest: str, request: Request) -> Response:
+    """Whether the files of that digest have been sent."""
+    copies, project = context.of(request).engine.builds.copies, context.principal(request).project
+    path = await asyncio.to_thread(copies.find, project, digest)
+    if path is None:
+        raise NotFoundError(f"no files of the digest {digest} were sent", hint="PUT them here, as a tar")
+    return Json({"sha256": digest, "bytes": path.stat().st_size})
+
+
+@router.put("/files/{digest}")
+async def send(digest: str, request: Request) -> Response:
+    """A tar of files, directories and links below one directory, whose SHA-256 is the digest."""
+    copies, project = context.of(request).engine.builds.copies, context.principal(request).project
+    try:
+        size = await copies.receive(project, digest, chunks(request))
+    except LLM4AgentsError:
+        await drain(request)
+        raise
+    return Json({"sha256": digest, "bytes": size})
+
+
+def _ref(name: str, request: Request) -> str:
+    recipes.check_name(name)
+    return names.ref(name, context.principal(request).project)

@@ -139,7 +139,12 @@ class Engine(Acts):
         self.networks = Networks(settings, store, self.places, self.secrets, self.templates)
         self.pool = Pool(self.templates, self.drivers, self.places, self.admission, link=self.networks.link)
         self.builds = Builds(
-            self.templates.workshop, self.templates, self.networks, self.drivers, settings.state / "builds"
+            self.templates.workshop,
+            self.templates,
+            self.networks,
+            self.drivers,
+            settings.state / "builds",
+            (settings.registry, settings.registries),
         )
         self.builds.find = names.ref
         self.templates.rebuild = self.builds.rebuild

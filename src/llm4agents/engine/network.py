@@ -94,8 +94,8 @@ class Networks:
         self._floor: tuple[int, Floor] | None = None
         self._discovery = Discovery(settings.cache)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._machines: dict[str, MachineRecord] = {}
-        """Of builds: they run behind the barrier and are no sandboxes."""
+        self._machines: dict[str, tuple[MachineRecord, str]] = {}
+        """Of builds, with their projects: they run behind the barrier and are no sandboxes."""
         self._trim_at = 0.0
         self.barrier = Barrier(
             settings,
@@ -327,9 +327,9 @@ class Networks:
 
     # -- machines that are no sandboxes -------------------------------------------------------------------
 
-    async def enter_machine(self, ident: str, record: MachineRecord, asked: Asked) -> None:
-        """A machine of a build joins. Returns once its connections are let out. Raises what the barrier does."""
-        self._machines[ident] = record
+    async def enter_machine(self, ident: str, record: MachineRecord, asked: Asked, project: str) -> None:
+        """A machine of a project's build joins. Returns once it is let out. Raises as the barrier does."""
+        self._machines[ident] = record, project
         await self.barrier.join(ident, asked.wish)
 
     def leave_machine(self, ident: str) -> None:
@@ -386,8 +386,9 @@ class Networks:
     # -- what the barrier asks for ------------------------------------------------------------------------
 
     async def _sockets(self, sandbox: str) -> dict[str, int] | None:
-        record = self._machines.get(sandbox)
-        if record is None:
+        if sandbox in self._machines:
+            record = self._machines[sandbox][0]
+        else:
             row = self._store.get(sandbox)
             if row is None or row.record is None:
                 return None
@@ -407,6 +408,8 @@ class Networks:
         await self.barrier.rotated(name, lambda sandbox: self._project_of(sandbox) == project)
 
     def _project_of(self, sandbox: str) -> str | None:
+        if sandbox in self._machines:
+            return self._machines[sandbox][1]
         row = self._store.get(sandbox)
         return None if row is None else row.project
 
@@ -536,6 +539,13 @@ async def _resolved(name: str) -> list[str]:
             found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
             return list(dict.fromkeys(str(one[4][0]) for one in found))
     return []
+
+
+def refused_address(address: str) -> str | None:
+    """Why an address that a caller's words lead to (an image's registry) is not dialled from this host; None: it is."""
+    found = addresses.parse(address)
+    kind = None if found is None else addresses.classify(found, own_addresses())
+    return None if kind is addresses.Kind.PUBLIC else f"it is {kind or 'no address'}"
 
 
 def own_addresses() -> frozenset[Address]:

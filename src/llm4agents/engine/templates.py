@@ -535,6 +535,13 @@ class Templates:
             if name not in there
         ]
 
+    def described(self, ref: str) -> builtins.list[dict[str, Any]]:
+        """As `catalogue`, of one template. Reads the disk."""
+        found = [self.describe(one) for one in self.list() if one.name == ref]
+        if not found and ref in spec.BUILTIN:
+            return [{"name": ref, "built": False, "description": spec.BUILTIN[ref].description}]
+        return found
+
     def describe(self, variant: Variant) -> dict[str, Any]:
         usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
         return {
@@ -550,6 +557,9 @@ class Templates:
             "packages": variant.contents,
             "vmm": variant.vmm,
             "nested": variant.nested,
+            "description": variant.description,
+            "defaults": variant.defaults,
+            "start": variant.start,
         }
 
 

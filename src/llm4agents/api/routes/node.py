@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llm4agents import __version__, limits
+from llm4agents import __version__
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.engine import doctor, names
@@ -140,9 +140,8 @@ async def build(name: str, body: models.Build, request: Request) -> Response:
 async def export(name: str, body: models.LocalFile, request: Request) -> Response:
     registry = context.of(request).engine.templates
     file = _local(body.file)
-    shape = await registry.shape(
-        context.template(request, name), limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB
-    )
+    ref = context.template(request, name)
+    shape = await registry.shape(ref, *registry.size(ref))
     work = registry.export(shape, file, silent)
     return Json({"file": str(file), "bytes": await unless_gone(request, work)})
 

@@ -22,11 +22,19 @@ from llm4agents.api.routes.files import chunks, drain
 from llm4agents.engine import names
 from llm4agents.engine.building.buildlog import Listener
 from llm4agents.engine.building.builds import Wanted
-from llm4agents.errors import LLM4AgentsError, NotFoundError, TemplateNotFoundError
+from llm4agents.errors import ConflictError, LLM4AgentsError, NotFoundError, TemplateNotFoundError
 
 router = APIRouter(prefix="/v1/templates")
 QUEUED_MAX = 4_096
 """Events that a slow reader is behind before he misses some."""
+
+
+class Registry(Body):
+    """Credentials for the registry of an image that a recipe begins with: name and password, or a token."""
+
+    username: Annotated[str, Field(max_length=1_024)] = ""
+    password: Annotated[str, Field(max_length=65_536, repr=False)] = ""
+    token: Annotated[str, Field(max_length=65_536, repr=False)] = ""
 
 
 class NewTemplate(Body):
@@ -35,6 +43,7 @@ class NewTemplate(Body):
     vmm: Name | None = None
     nested: bool = False
     force: bool = False
+    auth: Registry | None = None
 
 
 @router.post("")
@@ -43,14 +52,19 @@ async def build(body: NewTemplate, request: Request) -> Response:
     nobody else waits for it."""
     project = context.principal(request).project
     builds, registry = context.of(request).engine.builds, context.of(request).engine.templates
-    recipes.check_name(body.name)
+    if names.project_of(ref := context.template(request, body.name)) is None:
+        raise ConflictError(f"{body.name} is a built-in template", hint="give yours another name")
     wanted = Wanted(
-        names.ref(body.name, project),
+        ref,
         recipes.parse(body.recipe),
         project,
         vmm=body.vmm,
         nested=body.nested,
         force=body.force,
+        auth=None
+        if body.auth is None
+        else builds.auth(body.auth.username, body.auth.password, body.auth.token),
+        local=context.principal(request).sees_all,
     )
     if body.nested:
         context.of(request).engine.check_nested()
@@ -104,21 +118,21 @@ async def _with_events(
 async def show(name: str, request: Request) -> Response:
     """What it is, each of its shapes, and the recipe it was made by."""
     registry = context.of(request).engine.templates
-    ref = _ref(name, request)
+    ref = context.template(request, name)
     about = await asyncio.to_thread(registry.recipe_of, ref)
-    found = [one for one in await asyncio.to_thread(registry.catalogue) if one["name"] in (ref, name)]
+    found = await asyncio.to_thread(registry.described, ref)
     if not found:
         raise TemplateNotFoundError(
             f"there is no template {name[:100]!r}", hint="llm4agents template ls", name=name
         )
     recipe = None if about is None else about["recipe"]
-    return Json({"name": name, "variants": [{**one, "name": name} for one in found], "recipe": recipe})
+    return Json({"name": names.shown(ref), "variants": found, "recipe": recipe})
 
 
 @router.get("/{name}/build")
 async def state(name: str, request: Request, follow: Annotated[bool, Query()] = False) -> Response:
     """How its build under way is, or its last one; with `follow` its events as they come (NDJSON), to its end."""
-    builds, ref = context.of(request).engine.builds, _ref(name, request)
+    builds, ref = context.of(request).engine.builds, context.template(request, name)
     found = builds.state(ref)
     if follow:
         return Stream(builds.follow(ref), lines=True, media_type=NDJSON)
@@ -128,7 +142,7 @@ async def state(name: str, request: Request, follow: Annotated[bool, Query()] = 
 @router.delete("/{name}/build")
 async def cancel(name: str, request: Request) -> Response:
     """End its build, whoever waits for it. The steps that were done are kept."""
-    await context.of(request).engine.builds.cancel(_ref(name, request), "by request")
+    await context.of(request).engine.builds.cancel(context.template(request, name), "by request")
     return Json({"name": name})
 
 
@@ -152,8 +166,3 @@ async def send(digest: str, request: Request) -> Response:
         await drain(request)
         raise
     return Json({"sha256": digest, "bytes": size})
-
-
-def _ref(name: str, request: Request) -> str:
-    recipes.check_name(name)
-    return names.ref(name, context.principal(request).project)

@@ -6,15 +6,16 @@ the steps that come after.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from llm4agents import recipe as recipes
 from llm4agents.engine.parts import Parts, Variant
-from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
+from llm4agents.errors import TemplateNotFoundError
 from llm4agents.images import spec
+from llm4agents.images.oci import OciRootfs
 from llm4agents.images.progress import Progress
 from llm4agents.images.spec import TemplateSpec
 from llm4agents.recipe import Base, Run, Start, State
@@ -74,13 +75,15 @@ async def resolve(
     *,
     nested: bool,
     refresh: bool,
+    image: Callable[[str], Awaitable[OciRootfs]],
 ) -> Begin:
-    """Make or find it. `find`: the template that a name means to who builds.
+    """Make or find it. `find`: the template that a name means to who builds; `image`: the root of one by its reference.
 
-    Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError.
+    Raises TemplateNotFoundError, InvalidRequestError, HostSetupError, CapacityError, and what `image` does.
     """
     if base.kind == "image":
-        raise InvalidRequestError("templates from images come with the next delivery")
+        made_of = await makes.parts_of(None, driver, progress, refresh=refresh, nested=nested)
+        return _of_image(await image(str(base.value)), made_of)
     if base.kind == "debian":
         wanted = debian(tuple(base.value))
         made_of = await makes.parts_of(wanted, driver, progress, refresh=refresh, nested=nested)
@@ -99,6 +102,19 @@ async def resolve(
         )
     boot = await makes.parts_of(None, driver, progress, refresh=False, nested=nested)
     return _of_variant(variant, boot)
+
+
+def _of_image(image: OciRootfs, boot: Parts) -> Begin:
+    contents = [
+        {"kind": "debian", "name": name, "version": version, "licence": None}
+        for name, version in image.packages
+    ]
+    made_of = replace(boot, rootfs=image.path, rootfs_digest=image.digest, contents=contents)
+    said = image.config
+    # What an image says of itself goes before what helps programs to the certificates that are in it.
+    state = State({**spec.TRUST, **said.env}, said.workdir, said.user or "root")
+    key = _key(image.digest, more=state.to_json())
+    return Begin(key, made_of, state, None, command=said.argv or None)
 
 
 def _of_variant(variant: Variant, boot: Parts) -> Begin:

@@ -30,11 +30,13 @@ from llm4agents.engine.building.freezing import Plan, Workshop
 from llm4agents.engine.building.guest import Guest
 from llm4agents.engine.building.stepcache import KEPT_S, Kept, StepCache
 from llm4agents.engine.building.warming import warm_up
-from llm4agents.engine.network import Asked, Networks
+from llm4agents.engine.network import Asked, Networks, refused_address
 from llm4agents.engine.parts import Shape, Variant
+from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.templates import Templates
 from llm4agents.errors import (
     ConflictError,
+    ForbiddenError,
     GuestError,
     InvalidRequestError,
     LLM4AgentsError,
@@ -44,9 +46,10 @@ from llm4agents.errors import (
 )
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.verbs import Agent
-from llm4agents.images import disk, spec
+from llm4agents.images import disk, oci, spec
+from llm4agents.images.oci import Auth, OciRootfs
 from llm4agents.images.progress import Progress
-from llm4agents.recipe import Recipe, Run, Start, State, Step
+from llm4agents.recipe import Base, Recipe, Run, Start, State, Step
 from llm4agents.vmm.base import Driver, Snapshot
 from llm4agents.vmm.choice import Drivers
 
@@ -60,13 +63,17 @@ class Wanted:
 
     name: str
     recipe: Recipe
-    project: str = "default"
+    project: str = DEFAULT
     vmm: str | None = None
     nested: bool = False
     force: bool = False
     """Run every step again, and take what the package sources offer today."""
+    auth: Auth | None = None
+    """For an image's registry; kept nowhere."""
+    local: bool = False
+    """Whether it may begin with an image on the server's own disk."""
     shape: Shape | None = None
-    """Of a further shape of one that is there; None: that of the recipe."""
+    """Of a further shape of one that is there, whose disk it is; None: that of the recipe."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,9 +97,16 @@ class Builds:
     """Those of one server. `close` it; belongs to one event loop."""
 
     def __init__(
-        self, workshop: Workshop, templates: Templates, networks: Networks, drivers: Drivers, logs: Path
+        self,
+        workshop: Workshop,
+        templates: Templates,
+        networks: Networks,
+        drivers: Drivers,
+        logs: Path,
+        registries: tuple[str | None, str] = (None, ""),
     ) -> None:
-        """`logs`: where what builds have said is written down."""
+        """`logs`: where what builds have said is written down. `registries`: as the settings have them."""
+        self._registries = registries
         self.steps, self.copies = StepCache(workshop.cache), Copies(workshop.cache)
         self._workshop, self._templates, self._networks = workshop, templates, networks
         self._drivers, self._logs = drivers, logs
@@ -204,6 +218,11 @@ class Builds:
         for build in list(self._running.values()):
             await self._end(build, ": the server stops")
 
+    @staticmethod
+    def auth(username: str, password: str, token: str) -> Auth:
+        """Credentials for a registry."""
+        return Auth(username, password, token)
+
     # -- looking at one -----------------------------------------------------------------------------------
 
     def state(self, name: str) -> dict[str, Any]:
@@ -264,11 +283,12 @@ class Builds:
             begin = await bases.resolve(
                 recipe.base,
                 self._templates,
-                lambda name: self.find(name, wanted.project),
+                lambda name: name if wanted.shape else self.find(name, wanted.project),
                 driver,
                 tell,
                 nested=wanted.nested,
                 refresh=wanted.force,
+                image=lambda reference: self._image(wanted, reference, tell),
             )
             # A project's own: what a step fetched with its credentials is nobody else's.
             first = recipes.digest({"project": wanted.project, "begin": begin.key})
@@ -306,6 +326,7 @@ class Builds:
             lambda path: _disk(path, source),
             asked,
             begin.state.env,
+            wanted.project,
             lambda words: build.log.progress("boot", words, None),
         ) as machine:
             for number in range(at + 1, len(steps)):
@@ -330,6 +351,23 @@ class Builds:
                 self._told(build, number, "done", began)
         return kept, before[-1]
 
+    async def _image(self, wanted: Wanted, reference: str, progress: Progress) -> OciRootfs:
+        """An image's root file system. Raises ForbiddenError for one on this host's disk that is not the caller's."""
+        if oci.is_local(reference) and not wanted.local:
+            raise ForbiddenError(
+                "an image on the server's own disk is the operator's to name", hint="name one of a registry"
+            )
+        registries = oci.Registries.parse(self._registries[0], self._registries[1], refused_address)
+        authority = await asyncio.to_thread(self._templates.authority)
+        return await oci.rootfs(
+            reference,
+            self._workshop.cache,
+            progress,
+            registries=registries,
+            auth=wanted.auth,
+            authority=authority.certificate_pem,
+        )
+
     def _told(self, build: _Build, at: int, status: str, began: float | None = None) -> None:
         build.steps[at]["status"] = status
         if began is not None:
@@ -337,7 +375,7 @@ class Builds:
         build.log.add(dict(build.steps[at]))
 
     async def _asked(self, wanted: Wanted, begin: Begin, progress: Progress) -> Asked:
-        asked = await self._networks.asked(wanted.recipe.network, progress)
+        asked = await self._networks.asked(wanted.recipe.network, progress, wanted.project)
         authority = await asyncio.to_thread(self._templates.authority)
         if asked.wish.intercepts and begin.made_of.ca != authority.digest:
             raise ConflictError(
@@ -431,6 +469,8 @@ class Builds:
         key = recipes.digest(body)[:32]
         path = self._workshop.cache.templates / wanted.name / "keys" / key
         about = {"recipe": recipe.to_json(), "project": wanted.project, "at": time.time()}
+        if wanted.shape is not None:
+            about = self._templates.recipe_of(wanted.name) or about
         found = self._templates.find_at(path)
         if found is None or found[1].identity != identity:
             variant = Variant(
@@ -470,14 +510,13 @@ class Builds:
     # -- housekeeping -------------------------------------------------------------------------------------
 
     async def rebuild(self, shape: Shape, progress: Progress) -> Made:
-        """Another shape of a template that was made by a recipe, from the disks that are kept."""
+        """Another shape of a template that was made by a recipe: on its disk, no step runs again."""
         about = self._templates.recipe_of(shape.name)
         if about is None:
             raise NotFoundError(f"there is no recipe of {shape.name}")
-        recipe = recipes.parse(about["recipe"])
-        wanted = Wanted(
-            shape.name, recipe, str(about.get("project") or "default"), nested=shape.nested, shape=shape
-        )
+        recipe = replace(recipes.parse(about["recipe"]), base=Base("template", shape.name), steps=())
+        project = str(about.get("project") or DEFAULT)
+        wanted = Wanted(shape.name, recipe, project, nested=shape.nested, shape=shape)
 
         def told(event: dict[str, Any]) -> None:
             if event["type"] == "progress":

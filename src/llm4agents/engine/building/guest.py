@@ -238,6 +238,7 @@ async def booted(
     source: Callable[[Path], Awaitable[None]],
     asked: Asked,
     base_env: Mapping[str, str],
+    project: str,
     told: Callable[[str], Any],
 ) -> AsyncIterator[Guest]:
     """A machine on a disk of its own that `source` makes; both are gone at the end. `told` of a second try.
@@ -252,7 +253,7 @@ async def booted(
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     guest = await stack.enter_async_context(
-                        _running(workshop, networks, driver, boot(upper), upper, asked, base_env)
+                        _running(workshop, networks, driver, boot(upper), upper, asked, base_env, project)
                     )
                     up = stack.pop_all()
                 break
@@ -274,6 +275,7 @@ async def _running(
     upper: Path,
     asked: Asked,
     base_env: Mapping[str, str],
+    project: str,
 ) -> AsyncIterator[Guest]:
     ident = f"build-{secrets.token_hex(6)}"
     run_dir = workshop.machines / ident
@@ -292,7 +294,7 @@ async def _running(
             agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
             await creation.identify(agent, ident, {}, linked=link is not None)
             if link is not None:
-                await networks.enter_machine(ident, machine.record, asked)
+                await networks.enter_machine(ident, machine.record, asked, project)
             guest = Guest(machine, agent, upper, asked, base_env, ident)
             await guest.furnish(networks)
             yield guest

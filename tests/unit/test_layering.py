@@ -49,6 +49,8 @@ PURE = [
     "engine/names.py",
     "engine/principal.py",
     "guest/frames.py",
+    *(f"images/catalogue/{path.name}" for path in sorted((SRC / "images/catalogue").glob("*.py"))),
+    "images/kinds.py",
     "images/spec.py",
     "vmm/base.py",
     "vmm/cmdline.py",

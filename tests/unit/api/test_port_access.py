@@ -135,7 +135,7 @@ def test_a_signed_url_becomes_a_cookie_of_its_host() -> None:
             _host(port + 1),
             _host(port, OTHER),
             by_headers,
-            {**_host(port), "origin": "http://evil.localhost"},
+            {**_host(port), "origin": "http://evil.example"},
         ):
             assert (await bench.http.get("/", headers={**headers, **cookie})).status_code == 403
         assert (await bench.http.get(bench.path(port), headers=cookie)).status_code == 401
@@ -233,7 +233,7 @@ def test_websockets_are_let_in_alike() -> None:
         for headers in (
             {},
             {"x-traffic-token": "l4at_x"},
-            {"origin": "http://evil.localhost", "cookie": "l4a-access=1.x"},
+            {"origin": "http://evil.example", "cookie": "l4a-access=1.x"},
         ):
             with pytest.raises(InvalidStatus) as refused:
                 async with unix_connect(str(bench.socket), uri, additional_headers=headers):

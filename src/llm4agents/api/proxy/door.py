@@ -7,7 +7,6 @@ because any path is a guest's when the host name says so.
 from __future__ import annotations
 
 import time
-from typing import Any
 from urllib.parse import quote_from_bytes
 
 import structlog
@@ -84,7 +83,7 @@ class Ports:
         http = scope["type"] == "http"
         if http and target.path is None and scope["method"] in ("GET", "HEAD"):
             # Relative links of the page must resolve below the prefix.
-            where = f"{target.prefix}/" + (f"?{query.decode('latin-1')}" if query else "")
+            where = target.prefix + _location(b"/", query)
             await Response(status_code=308, headers={"location": where})(scope, receive, send)
             return
         with self.context.visitors.inside(target.sandbox, by.by):
@@ -123,7 +122,7 @@ class Ports:
             now=clock.wall_s(),
         )
         headers = {
-            "location": _own_path(scope, target),
+            "location": _location(target.path or b"/", scope["query_string"]),
             "set-cookie": cookie,
             "cache-control": "no-store",
             "referrer-policy": "no-referrer",
@@ -144,11 +143,11 @@ class Ports:
             log.info("proxied_answer_cut", path=scope["path"][:200], error=error.message[:200])
 
 
-def _own_path(scope: dict[str, Any] | Scope, target: Target) -> str:
-    """A request's path and query as a Location that cannot lead to another host, whatever the path looks like."""
-    path = quote_from_bytes(target.path or b"/", safe=_PATH_SAFE)
-    query = quote_from_bytes(scope["query_string"], safe=_PATH_SAFE + "?")
-    return ("/." if path.startswith("//") else "") + path + (f"?{query}" if query else "")
+def _location(path: bytes, query: bytes) -> str:
+    """A path and query as a Location that cannot lead to another host, whatever they look like."""
+    shown = quote_from_bytes(path, safe=_PATH_SAFE)
+    more = quote_from_bytes(query, safe=_PATH_SAFE + "?")
+    return ("/." if shown.startswith("//") else "") + shown + (f"?{more}" if more else "")
 
 
 class _Answer:

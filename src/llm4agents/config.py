@@ -79,6 +79,8 @@ class Settings:
     url: str | None = None
     """A remote server's base URL. Unset: the local server over its unix socket."""
     api_key: str | None = None
+    ca_file: Path | None = None
+    """`LLM4AGENTS_CA_FILE`: what a client trusts, beside its system's certificates, when it calls `url` (PEM)."""
     autostart: bool = True
     """Whether the first call may start the local server."""
     require_kvm: bool = False
@@ -136,6 +138,10 @@ class Settings:
     """Certificate chain and key (PEM) of the listener; both or neither."""
     tls_local: bool = False
     """`LLM4AGENTS_TLS_LOCAL=1`: a certificate of a CA of the server's own (`STATE/tls/ca.pem`) instead."""
+    insecure_http: bool = False
+    """Whether to listen without TLS on an address that is not this host's own: a proxy before it has it."""
+    drain_s: float = limits.LISTEN_DRAIN_S
+    """How long a listening server that is told to leave (SIGTERM) lets calls under way go on."""
     public_url: str | None = None
     """How clients reach the server, when a proxy stands before it."""
     trusted_proxies: tuple[str, ...] = ()
@@ -262,6 +268,7 @@ def load(env: Mapping[str, str]) -> Settings:
         run_dir=run_dir,
         url=text("URL"),
         api_key=text("API_KEY"),
+        ca_file=path("CA_FILE"),
         autostart=boolean("AUTOSTART", True),
         require_kvm=boolean("REQUIRE_KVM", False),
         vmm=one_of("VMM", VMMS),
@@ -293,6 +300,8 @@ def load(env: Mapping[str, str]) -> Settings:
         tls_cert=path("TLS_CERT"),
         tls_key=path("TLS_KEY"),
         tls_local=boolean("TLS_LOCAL", False),
+        insecure_http=boolean("INSECURE_HTTP", False),
+        drain_s=seconds("DRAIN_S", limits.LISTEN_DRAIN_S),
         public_url=text("PUBLIC_URL"),
         trusted_proxies=tuple(filter(None, (p.strip() for p in (text("TRUSTED_PROXIES") or "").split(",")))),
         registry=text("REGISTRY"),

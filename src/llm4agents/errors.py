@@ -7,6 +7,9 @@ without reading words:
     LLM4AgentsError
     ├── NotStartedError          outcome "not_started": nothing ran, nothing was charged; safe to retry
     │   ├── InvalidRequestError      the call itself is wrong (also a ValueError)
+    │   │   └── TooLargeError            its body, or (HeadTooLargeError) its head
+    │   ├── MisdirectedError         the request is for another host than this server is
+    │   ├── SlowRequestError         the request did not arrive in the time it has
     │   ├── AuthenticationError      no key, or one that is not known, is revoked or has expired
     │   ├── ForbiddenError           the key is good, and this is not for it
     │   ├── QuotaError               the project has as much of it as it may have, or asks too fast
@@ -73,6 +76,34 @@ class InvalidRequestError(NotStartedError, ValueError):
 
     code = "invalid_request"
     http_status = 400
+
+
+class TooLargeError(InvalidRequestError):
+    """The request is larger than it may be."""
+
+    code = "too_large"
+    http_status = 413
+
+
+class HeadTooLargeError(TooLargeError):
+    """The request's head is larger than it may be."""
+
+    code = "head_too_large"
+    http_status = 431
+
+
+class MisdirectedError(NotStartedError):
+    """This server is not the host that the request is for."""
+
+    code = "misdirected"
+    http_status = 421
+
+
+class SlowRequestError(NotStartedError):
+    """The request did not arrive in the time it has."""
+
+    code = "slow_request"
+    http_status = 408
 
 
 class AuthenticationError(NotStartedError):

@@ -146,6 +146,54 @@ REQUEST_BODY_BYTES_MAX: Final = 33_554_432
 DISK_FREE_BYTES_MIN: Final = 512 * 1_048_576
 """Below this much free disk under the state directory nothing new is created."""
 
+# The listener: what whoever can reach its port may make it hold (docs/howto/run-a-server.md)
+LISTEN_CONNECTIONS_MAX: Final = 4_096
+LISTEN_CONNECTIONS_PER_ADDRESS_MAX: Final = 512
+"""Of one address that is no trusted proxy."""
+LISTEN_REQUESTS_MAX: Final = 2_048
+"""Under way at once, of all connections."""
+LISTEN_BACKLOG: Final = 1_024
+LISTEN_HANDSHAKE_S: Final = 10.0
+LISTEN_HEAD_S: Final = 10.0
+"""From a request's first byte (a connection's beginning, for its first) to the end of its head."""
+LISTEN_BODY_STALL_S: Final = 30.0
+"""How long a request's body may send nothing while it is waited for."""
+LISTEN_BODY_BYTES_PER_S_MIN: Final = 1_024
+"""Sustained, of a body that is read whole (JSON), after LISTEN_BODY_STALL_S."""
+LISTEN_KEEP_ALIVE_S: Final = 75
+LISTEN_LINGER_S: Final = 2.0
+"""How long what a refused client still sends is read, so that it gets to read why."""
+LISTEN_GONE_S: Final = 5.0
+"""How often it is looked whether the client of a WebSocket that is not read is still there."""
+LISTEN_HEAD_BYTES_MAX: Final = 32_768
+LISTEN_HEADERS_MAX: Final = 128
+LISTEN_BODIES_BYTES_MAX: Final = 268_435_456
+"""Of all bodies that are read whole, at once; and as much again of WebSocket messages that are not read yet."""
+LISTEN_REGISTER_BYTES_MAX: Final = 16_384
+"""Of a request's body for which no key is needed."""
+LISTEN_STREAMS_MAX: Final = 100
+"""Of one HTTP/2 connection, at once."""
+LISTEN_STREAM_WINDOW_BYTES: Final = 262_144
+LISTEN_WINDOW_BYTES: Final = 2_097_152
+"""What one HTTP/2 connection may send ahead of who reads it."""
+LISTEN_RESETS_BURST: Final = 500
+"""HTTP/2 streams a client takes back (browsers do, on leaving a page); more are an attack and end the connection."""
+LISTEN_RESETS_PER_S: Final = 50
+LISTEN_CONTROL_BURST: Final = 2_000
+"""Frames that say nothing (ping, settings, priority, empty), of HTTP/2 and of a WebSocket."""
+LISTEN_CONTROL_PER_S: Final = 200
+WEBSOCKET_MESSAGES_BURST: Final = 4_000
+WEBSOCKET_MESSAGES_PER_S: Final = 2_000
+"""Of one WebSocket of the listener's; more wait."""
+LISTEN_DRAIN_S: Final = 30.0
+HEALTH_KEPT_S: Final = 2.0
+"""How long an answer of /health is good for the next who asks."""
+HEALTH_TIMEOUT_S: Final = 5.0
+TLS_LEAF_S: Final = 90 * 86_400
+TLS_RENEW_S: Final = 30 * 86_400
+"""Before its end a certificate of the local CA is replaced."""
+TLS_LOOK_S: Final = 3_600.0
+
 # Ports of sandboxes, through the server
 PORT_CONNECTIONS_MAX: Final = 512
 """Of one sandbox: its session's streams are also for commands and files."""

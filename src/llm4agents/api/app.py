@@ -26,6 +26,7 @@ from llm4agents.api.routes import (
     calls,
     contexts,
     files,
+    health,
     jobs,
     network,
     node,
@@ -46,11 +47,12 @@ from llm4agents.errors import (
     LLM4AgentsError,
     NotFoundError,
     ServerUnavailableError,
+    TooLargeError,
     UnknownOutcomeError,
 )
 
 log = structlog.get_logger()
-_WHILE_STOPPING = ("/v1/server", "/v1/server/stop")
+_WHILE_STOPPING = ("/v1/server", "/v1/server/stop", "/health")
 
 
 class Gated:
@@ -110,7 +112,7 @@ def _bounded(receive: Receive) -> Receive:
         message = await receive()
         seen += len(message.get("body", b""))
         if seen > limits.REQUEST_BODY_BYTES_MAX:
-            raise InvalidRequestError(
+            raise TooLargeError(
                 f"the request is larger than {limits.REQUEST_BODY_BYTES_MAX} bytes",
                 hint="large data goes through files",
             )
@@ -134,6 +136,7 @@ def create_app(context: Context) -> FastAPI:
     app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
     app.state.context = context
     for module in (
+        health,
         node,
         sandboxes,
         states,

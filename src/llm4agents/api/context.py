@@ -22,6 +22,7 @@ from llm4agents.config import Settings
 from llm4agents.engine import names as template_names
 from llm4agents.engine import traffic
 from llm4agents.engine.engine import Engine
+from llm4agents.engine.health import Health
 from llm4agents.engine.live import Live
 from llm4agents.engine.principal import Principal
 from llm4agents.engine.tracing import Tracing
@@ -47,9 +48,13 @@ class Context:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     keep: bool = False
     """What a stop does with the sandboxes that live."""
+    drain: bool = False
+    """Whether calls under way are waited for, and (`hurry`) no longer."""
+    hurry: bool = False
     active: int = 0
     """Requests under way."""
     last_request_s: float = field(default_factory=time.monotonic)
+    health: Health = field(init=False)
     names: Names = field(init=False)
     """What this server and the ports of its sandboxes are called."""
     listening: tuple[str, str, int] | None = None
@@ -68,6 +73,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.names = Names.of(self.settings)
+        self.health = Health(self.engine)
 
 
 def of(request: HTTPConnection) -> Context:

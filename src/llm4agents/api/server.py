@@ -1,8 +1,9 @@
 """The server process: `python -m llm4agents.api.server`. One per state directory, over a unix socket.
 
 Order: take the lock, open the store, take over what lives, and only then listen: who can connect is served.
-It leaves by itself when nothing lives and nobody has asked for anything for a while. SIGTERM and SIGINT leave
-sandboxes to the next server (their deadlines hold); `POST /v1/server/stop` ends them unless it says keep.
+It leaves by itself when nothing lives and nobody has asked for anything for a while, unless it listens on TCP
+(`api.listen`). SIGTERM and SIGINT leave sandboxes to the next server (their deadlines hold), a listening server after
+the calls under way; `POST /v1/server/stop` ends them unless it says keep. SIGHUP reads the certificate anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from llm4agents import limits
 from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
+from llm4agents.api.listen import systemd
+from llm4agents.api.listen.opening import Opened
 from llm4agents.config import Settings, settings
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.logs import Logs
@@ -126,6 +129,7 @@ class _Server(uvicorn.Server):
 
 async def serve(where: Settings) -> None:
     log = structlog.get_logger()
+    opened = Opened(where) if where.listen else None
     tracing = Tracing() if where.otel else None
     engine = Engine.open(where)
     configure_logs(where.log_level, engine.logs)
@@ -135,11 +139,13 @@ async def serve(where: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _leave, context)
+    aside: list[asyncio.Task[None]] = []
     try:
         await engine.start()
         sock = listen(where.socket_path)
+        application = create_app(context)
         config = uvicorn.Config(
-            guarded(create_app(context), context, via="unix"),
+            guarded(application, context, via="unix"),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -154,14 +160,39 @@ async def serve(where: Settings) -> None:
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        log.info("listening", socket=str(where.socket_path), pid=os.getpid(), alive=engine.alive)
+        listener = None
+        if opened is not None:
+            listener = opened.listener(guarded(application, context, via="tcp"), context)
+            listener.start()
+            if opened.certificates is not None:
+                loop.add_signal_handler(signal.SIGHUP, _reload, opened)
+                aside.append(asyncio.create_task(opened.certificates.keep()))
+        log.info(
+            "listening",
+            socket=str(where.socket_path),
+            address=None if listener is None else str(listener.address),
+            pid=os.getpid(),
+            alive=engine.alive,
+        )
+        systemd.tell("READY=1\nSTATUS=serving")
+        aside.append(asyncio.create_task(systemd.watchdog()))
         await _until_stop(context, serving)
         log.info("stopping", keep=context.keep, alive=engine.alive)
+        systemd.tell("STOPPING=1")
+        if listener is not None:
+            await listener.leave()
+            await _drained(context)
         where.socket_path.unlink(missing_ok=True)
         await engine.close(keep=context.keep)
+        if listener is not None:
+            await listener.close()
         server.should_exit = True
         await serving
     finally:
+        for task in aside:
+            task.cancel()
+        if opened is not None:
+            opened.close()
         engine.store.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -169,8 +200,32 @@ async def serve(where: Settings) -> None:
 
 
 def _leave(context: Context) -> None:
-    context.keep = True
+    """SIGTERM, SIGINT: leaves what lives to the next server; told once more, it waits for no call."""
+    context.hurry = context.stop.is_set()
+    context.keep = context.drain = True
     context.stop.set()
+
+
+def _reload(opened: Opened) -> None:
+    """SIGHUP: new connections have the certificate that is on disk now; one that cannot be used changes nothing."""
+    log = structlog.get_logger()
+    assert opened.certificates is not None
+    try:
+        opened.certificates.reload()
+        log.info("certificate_reloaded")
+    except LLM4AgentsError as error:
+        log.error("certificate_not_reloaded", error=str(error))
+
+
+async def _drained(context: Context) -> None:
+    """Until no call is under way, or the time for it is over; new ones are refused meanwhile."""
+    if not context.drain:
+        return
+    end = time.monotonic() + context.settings.drain_s
+    while context.active and not context.hurry and time.monotonic() < end:  # noqa: ASYNC110 (a count has no event)
+        await asyncio.sleep(0.05)
+    if context.active:
+        structlog.get_logger().warning("calls_cut", calls=context.active)
 
 
 async def _until_stop(context: Context, serving: asyncio.Task[None]) -> None:
@@ -183,7 +238,9 @@ async def _until_stop(context: Context, serving: asyncio.Task[None]) -> None:
             context.last_request_s = time.monotonic()
         left = context.last_request_s + idle_s - time.monotonic()
         if not busy and left <= 0:
-            return
+            if context.listening is None:
+                return
+            left = idle_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(max(left, 0.1), 10.0)):
                 await context.stop.wait()

@@ -322,6 +322,15 @@ class Barrier:
         found = (self._gateway, *(() if self._intercept is None else (self._intercept,)))
         return {worker.spec.name: worker.pid for worker in found if worker.up and worker.pid is not None}
 
+    def workers_problem(self) -> str | None:
+        """Which worker that sandboxes here need is not up, and why; None when none is missing."""
+        wanted = [self._gateway] if self._entries else []
+        if self._intercept is not None and any(entry.wish.intercepts for entry in self._entries.values()):
+            wanted.append(self._intercept)
+        return next(
+            (f"{one.spec.name} is not up: {one.problem or 'it starts'}" for one in wanted if not one.up), None
+        )
+
     # -- making the workers agree -------------------------------------------------------------------------
 
     async def _agree(self, sandbox: str, entry: _Entry) -> int:

@@ -113,7 +113,11 @@ GROUPS = {
         ("ls", "url", "traffic"),
         "Ports of a sandbox: which listen, their URLs, and who may reach them through the server.",
     ),
-    "server": ("server", ("start", "run", "stop", "status"), "The local server (started when needed)."),
+    "server": (
+        "server",
+        ("start", "run", "stop", "status", "ca"),
+        "The local server (started when needed), or one for others.",
+    ),
 }
 # rich_markup_mode None: help and usage errors in plain text, since importing rich costs 80 ms.
 _PLAIN: dict[str, Any] = {

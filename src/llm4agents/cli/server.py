@@ -1,4 +1,4 @@
-"""`server start|run|stop|status`. Only `start` and `run` may start one."""
+"""`server start|run|stop|status|ca`. Only `start` and `run` may start one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,91 @@ def start(vmm: options.Vmm = None, json: options.Json = False) -> None:
     _show(_local.start(settings()), json)
 
 
-def run(vmm: options.Vmm = None) -> None:
-    """Run the server in the foreground, logging to this terminal."""
+def run(
+    vmm: options.Vmm = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Also listen there, for clients that have a key (key create).",
+        ),
+    ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option("--domain", help="Ports of sandboxes are PORT-ID.DOMAIN, for example sbx.localhost."),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain (PEM).")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).")] = None,
+    tls_local: Annotated[
+        bool,
+        typer.Option(
+            "--tls-local", help="Make a certificate of a CA of the server's own (server ca shows it)."
+        ),
+    ] = False,
+    insecure_http: Annotated[
+        bool,
+        typer.Option("--insecure-http", help="Listen without TLS where others can reach it: behind a proxy."),
+    ] = False,
+) -> None:
+    """Run the server in the foreground, logging to this terminal.
+
+    It serves this host over a unix socket; with --listen others too, by TCP. Each option is also a setting, such as
+    LLM4AGENTS_LISTEN. A server that listens stays until it is stopped. See docs/howto/run-a-server.md.
+    """
+    from pathlib import Path
+
     _choose(vmm)
+    chosen = {
+        "LISTEN": listen,
+        "DOMAIN": domain,
+        "TLS_CERT": tls_cert and str(Path(tls_cert).absolute()),
+        "TLS_KEY": tls_key and str(Path(tls_key).absolute()),
+        "TLS_LOCAL": "1" if tls_local else None,
+        "INSECURE_HTTP": "1" if insecure_http else None,
+    }
+    os.environ.update({f"LLM4AGENTS_{name}": value for name, value in chosen.items() if value})
     from llm4agents.config import settings
     from llm4agents.sdk import _local, _wire
 
+    settings.cache_clear()
     _wire.check_platform(None)
     _local.make_private(settings().run_dir)
     settings().state.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = _local.server_command()
     os.execv(command[0], command)  # noqa: S606 (it becomes this process, so that signals reach it)
+
+
+def ca(
+    pem: Annotated[bool, typer.Option("--pem", help="Print the certificate itself.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Say where the certificate of the server's local CA is (--tls-local); clients are given it.
+
+    As LLM4AGENTS_CA_FILE for the SDK and this command line, as SSL_CERT_FILE for most other programs.
+    """
+    import hashlib
+    import ssl
+
+    from llm4agents.cli import output
+    from llm4agents.config import settings
+    from llm4agents.errors import NotFoundError
+
+    path = settings().state / "tls" / "ca.pem"
+    try:
+        text = path.read_text()
+    except OSError:
+        raise NotFoundError(
+            f"there is no local CA in {path.parent}",
+            hint="llm4agents server run --listen … --tls-local makes it",
+        ) from None
+    if json:
+        digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(text)).hexdigest()
+        output.emit({"path": str(path), "sha256": digest, "pem": text})
+    else:
+        print(text.strip() if pem else path)
 
 
 def _choose(vmm: str | None) -> None:
@@ -85,7 +159,18 @@ def _show(info: dict[str, Any], as_json: bool) -> None:
     if as_json:
         output.emit({"running": True, **info})
         return
-    names = ("version", "pid", "started_at", "sandboxes", "vmm", "accelerator", "why_not_kvm", "state", "log")
+    names = (
+        "version",
+        "pid",
+        "listen",
+        "started_at",
+        "sandboxes",
+        "vmm",
+        "accelerator",
+        "why_not_kvm",
+        "state",
+        "log",
+    )
     for name in names:
         if info.get(name) is not None:
             value = output.when(info[name]) if name == "started_at" else info[name]

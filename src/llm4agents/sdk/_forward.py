@@ -26,6 +26,7 @@ from llm4agents.errors import (
     ServerUnavailableError,
 )
 from llm4agents.sdk import _local, _wire
+from llm4agents.sdk._runtime import Trust
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -161,6 +162,8 @@ class Forwarding:
                 return await unix_connect(str(self._settings.socket_path), uri, **options)
             if self._settings.api_key:
                 options["additional_headers"] = {"authorization": f"Bearer {self._settings.api_key}"}
+            if uri.startswith("wss:") and (tls := Trust(self._settings.ca_file).context()) is not None:
+                options["ssl"] = tls
             return await connect(uri, **options)
         except InvalidStatus as error:
             answer = error.response

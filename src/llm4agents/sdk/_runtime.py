@@ -9,10 +9,14 @@ import contextlib
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from llm4agents.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import asyncio
+    import ssl
 
     import httpcore
 
@@ -25,14 +29,40 @@ IDLE_EXPIRY_S = 30.0
 """Less than the server's 75 s, so that a connection is rarely found closed when it is wanted."""
 
 
+class Trust:
+    """Whose certificates a client believes: its system's (and SSL_CERT_FILE's), or beside these `ca_file`'s."""
+
+    def __init__(self, ca_file: Path | None) -> None:
+        self._ca_file = ca_file
+        self._context: ssl.SSLContext | None = None
+
+    def context(self) -> ssl.SSLContext | None:
+        """None: what the library takes by itself. Raises InvalidRequestError for a file that is none."""
+        if self._ca_file is None:
+            return None
+        if self._context is None:
+            import ssl
+
+            made = ssl.create_default_context()
+            try:
+                made.load_verify_locations(self._ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise InvalidRequestError(
+                    f"LLM4AGENTS_CA_FILE={str(self._ca_file)!r} cannot be used: {error}",
+                    hint="a file of certificates (PEM); on the server: llm4agents server ca --pem",
+                ) from error
+            self._context = made
+        return self._context
+
+
 class AsyncPools:
     """One pool per event loop and process; closed when the last handle that used it is let go.
 
     A connection belongs to the loop it was opened in, so one that outlived its loop would be a leak.
     """
 
-    def __init__(self, socket: str | None) -> None:
-        self._socket = socket
+    def __init__(self, socket: str | None, trust: Trust | None = None) -> None:
+        self._socket, self._trust = socket, trust or Trust(None)
         self._pools: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[int, httpcore.AsyncConnectionPool]
         ] = weakref.WeakKeyDictionary()
@@ -45,6 +75,7 @@ class AsyncPools:
         held = self._pools.get(loop)
         if held is None or held[0] != os.getpid():
             pool = httpcore.AsyncConnectionPool(
+                ssl_context=self._trust.context(),
                 uds=self._socket,
                 max_connections=CONNECTIONS_MAX,
                 max_keepalive_connections=CONNECTIONS_IDLE_MAX,
@@ -70,8 +101,8 @@ class AsyncPools:
 class Pools:
     """One pool per process, for all its threads, kept until the process ends; a fork starts anew."""
 
-    def __init__(self, socket: str | None) -> None:
-        self._socket = socket
+    def __init__(self, socket: str | None, trust: Trust | None = None) -> None:
+        self._socket, self._trust = socket, trust or Trust(None)
         self._pools: dict[int, httpcore.ConnectionPool] = {}
         weakref.finalize(self, _close, self._pools)  # at exit, too
 
@@ -81,6 +112,7 @@ class Pools:
         held = self._pools.get(os.getpid())
         if held is None:
             made = httpcore.ConnectionPool(
+                ssl_context=self._trust.context(),
                 uds=self._socket,
                 max_connections=CONNECTIONS_MAX,
                 max_keepalive_connections=CONNECTIONS_IDLE_MAX,

@@ -20,6 +20,8 @@ from llm4agents.errors import (
 from llm4agents.sdk import _wire
 
 if TYPE_CHECKING:
+    import ssl
+
     from websockets.asyncio.client import ClientConnection as AsyncConnection
     from websockets.sync.client import ClientConnection as Connection
 
@@ -45,6 +47,10 @@ def _options(headers: list[tuple[str, str]]) -> dict[str, Any]:
         "proxy": None,
         "user_agent_header": None,  # it is among the headers
     }
+
+
+def _secured(uri: str, tls: ssl.SSLContext | None) -> dict[str, Any]:
+    return {"ssl": tls} if tls is not None and uri.startswith("wss:") else {}
 
 
 def _uri(settings: Settings, target: str) -> str:
@@ -82,7 +88,13 @@ class AsyncWebSocket:
         self._connection, self._stack = connection, stack
 
     @classmethod
-    async def open(cls, settings: Settings, target: str, headers: list[tuple[str, str]]) -> AsyncWebSocket:
+    async def open(
+        cls,
+        settings: Settings,
+        target: str,
+        headers: list[tuple[str, str]],
+        tls: ssl.SSLContext | None = None,
+    ) -> AsyncWebSocket:
         from websockets.asyncio.client import connect, unix_connect
         from websockets.exceptions import WebSocketException
 
@@ -91,7 +103,7 @@ class AsyncWebSocket:
             if settings.url is None:
                 making = unix_connect(str(settings.socket_path), uri, **_options(headers))
             else:
-                making = connect(uri, **_options(headers))
+                making = connect(uri, **_options(headers), **_secured(uri, tls))
             return cls(await stack.enter_async_context(making), stack)
         except (OSError, TimeoutError, WebSocketException) as error:
             raise _failed(error, settings) from error
@@ -140,7 +152,13 @@ class WebSocket:
         self._connection, self._stack = connection, stack
 
     @classmethod
-    def open(cls, settings: Settings, target: str, headers: list[tuple[str, str]]) -> WebSocket:
+    def open(
+        cls,
+        settings: Settings,
+        target: str,
+        headers: list[tuple[str, str]],
+        tls: ssl.SSLContext | None = None,
+    ) -> WebSocket:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect, unix_connect
 
@@ -149,7 +167,7 @@ class WebSocket:
             if settings.url is None:
                 making = unix_connect(str(settings.socket_path), uri, **_options(headers))
             else:
-                making = connect(uri, **_options(headers))
+                making = connect(uri, **_options(headers), **_secured(uri, tls))
             return cls(stack.enter_context(making), stack)
         except (OSError, TimeoutError, WebSocketException) as error:
             raise _failed(error, settings) from error

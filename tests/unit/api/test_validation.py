@@ -181,7 +181,7 @@ def test_a_body_without_an_end_is_cut_off(context: Context) -> None:
     answer = one(
         context, "POST", "/v1/sandboxes", content=endless(), headers={"content-type": "application/json"}
     )
-    refused(answer, 400, "invalid_request", "larger than")
+    refused(answer, 413, "too_large", "larger than")
     assert sent <= limits.REQUEST_BODY_BYTES_MAX + (2 << 20)
 
 

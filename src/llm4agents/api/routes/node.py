@@ -39,6 +39,7 @@ async def server(request: Request) -> Response:
             "state": str(here.settings.state) if own else None,
             "log": str(here.settings.server_log) if own else None,
             "started_at": here.started_at,
+            "listen": here.listening and "{}://{}:{}".format(*here.listening),
             "sandboxes": here.engine.alive if own else len(here.engine.store.alive(principal.project)),
             "vmm": can.vmm if can else None,
             "accelerator": can.accelerator if can else None,

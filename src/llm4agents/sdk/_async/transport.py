@@ -27,7 +27,7 @@ from llm4agents.errors import (
     VersionMismatchError,
 )
 from llm4agents.sdk import _local, _wire
-from llm4agents.sdk._runtime import AsyncPools, async_blocking
+from llm4agents.sdk._runtime import AsyncPools, Trust, async_blocking
 from llm4agents.sdk._websocket import AsyncWebSocket
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class AsyncTransport:
             self._base = url
             if settings.api_key:
                 self._headers.append(("authorization", f"Bearer {settings.api_key}"))
-        self._pools = AsyncPools(None if settings.url else str(settings.socket_path))
+        self._trust = Trust(settings.ca_file)
+        self._pools = AsyncPools(None if settings.url else str(settings.socket_path), self._trust)
         self._remote_info: dict[str, Any] | None = None
 
     def retain(self) -> None:
@@ -185,7 +186,9 @@ class AsyncTransport:
         for last in (False, True):
             await self.server()
             try:
-                return await AsyncWebSocket.open(self.settings, _wire.target(path, params), self._headers)
+                return await AsyncWebSocket.open(
+                    self.settings, _wire.target(path, params), self._headers, self._trust.context()
+                )
             except ServerUnavailableError as error:
                 if last:
                     raise _wire.named(error, sandbox) from error.__cause__

@@ -28,7 +28,7 @@ from llm4agents.errors import (
     VersionMismatchError,
 )
 from llm4agents.sdk import _local, _wire
-from llm4agents.sdk._runtime import Pools, blocking
+from llm4agents.sdk._runtime import Pools, Trust, blocking
 from llm4agents.sdk._websocket import WebSocket
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class Transport:
             self._base = url
             if settings.api_key:
                 self._headers.append(("authorization", f"Bearer {settings.api_key}"))
-        self._pools = Pools(None if settings.url else str(settings.socket_path))
+        self._trust = Trust(settings.ca_file)
+        self._pools = Pools(None if settings.url else str(settings.socket_path), self._trust)
         self._remote_info: dict[str, Any] | None = None
 
     def retain(self) -> None:
@@ -186,7 +187,9 @@ class Transport:
         for last in (False, True):
             self.server()
             try:
-                return WebSocket.open(self.settings, _wire.target(path, params), self._headers)
+                return WebSocket.open(
+                    self.settings, _wire.target(path, params), self._headers, self._trust.context()
+                )
             except ServerUnavailableError as error:
                 if last:
                     raise _wire.named(error, sandbox) from error.__cause__

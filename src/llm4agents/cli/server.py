@@ -84,9 +84,9 @@ def ca(
     pem: Annotated[bool, typer.Option("--pem", help="Print the certificate itself.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Say where the certificate of the server's local CA is (--tls-local); clients are given it.
+    """Say where the certificate of the local CA is (--tls-local).
 
-    As LLM4AGENTS_CA_FILE for the SDK and this command line, as SSL_CERT_FILE for most other programs.
+    Clients are given it: as LLM4AGENTS_CA_FILE for the SDK and this command line, as SSL_CERT_FILE for most other programs.
     """
     import hashlib
     import ssl

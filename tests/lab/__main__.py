@@ -10,6 +10,10 @@ import json
 import sys
 
 from .laboratory import laboratory, to_stderr
+from .watch import Patience
+
+RUN_S = 3_000.0
+"""Less than the laboratory lives."""
 
 
 def main(argv: list[str]) -> int:
@@ -21,7 +25,7 @@ def main(argv: list[str]) -> int:
         if argv[0] == "shell":
             done = lab.shell(" ".join(rest), say=to_stderr)
             return 1 if done.exit_code is None else int(done.exit_code)
-        report = lab.run(rest, say=to_stderr)
+        report = lab.run(rest, say=to_stderr, patience=Patience(whole_s=RUN_S))
         sys.stderr.write(
             json.dumps({"seconds": round(report.seconds, 1), "vmms": report.vmms}, indent=1) + "\n"
         )

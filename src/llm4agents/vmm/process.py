@@ -254,6 +254,15 @@ async def end_remains(record: MachineRecord, same_boot: bool, sockets: Iterable[
         (record.run_dir / name).unlink(missing_ok=True)
 
 
+async def ended_at_once(record: MachineRecord) -> BootError:
+    """To be raised of a VMM that had ended before there was a machine of it: with its words, once they are written."""
+    await _gone(record.shim_pid, record.shim_start_ticks)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(record.shim_pid, os.WNOHANG)  # noqa: ASYNC222
+    words = shim_.read_exit(record.run_dir).console_tail
+    return BootError(f"the virtual machine monitor ended at once: {words}")
+
+
 async def _gone(pid: int, ticks: int) -> None:
     """Wait until that process has ended, VM_STOP_TIMEOUT_S at most."""
     with contextlib.suppress(ProcessLookupError, TimeoutError):

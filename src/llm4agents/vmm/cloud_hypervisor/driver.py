@@ -16,7 +16,6 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import (
-    BootError,
     HostSetupError,
     LLM4AgentsError,
     VersionMismatchError,
@@ -28,7 +27,7 @@ from llm4agents.vmm.cloud_hypervisor import api, command, frozen, place, probe
 from llm4agents.vmm.cloud_hypervisor.machine import NAME, CloudHypervisorMachine, clear_away
 from llm4agents.vmm.jail.cell import Cells
 from llm4agents.vmm.jail.cgroups import Bounds
-from llm4agents.vmm.process import end_remains
+from llm4agents.vmm.process import end_remains, ended_at_once
 
 _MIB = 1 << 20
 _VMM_BYTES = 4 << 30
@@ -270,8 +269,7 @@ class CloudHypervisorDriver:
                 record, spec=spec, identity=self.identity(spec, can), volumes=ground.volumes
             )
         except OSError as error:  # also ProcessLookupError
-            ended = shim_.read_exit(run_dir)
-            raise BootError(f"the virtual machine monitor ended at once: {ended.console_tail}") from error
+            raise await ended_at_once(record) from error
 
 
 def _memory(base: Snapshot, size: int) -> Path:

@@ -18,7 +18,6 @@ from typing import Final
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import (
-    BootError,
     CapacityError,
     HostSetupError,
     LLM4AgentsError,
@@ -251,7 +250,7 @@ class FirecrackerDriver:
                     unlink=[shim_.DEADLINE, shim_.LINK_SOCKET],
                     launcher=shim_.Launcher(binds, cgroup),
                 )
-                machine = self._machine(
+                machine = await self._machine(
                     await shim_.start(launch),
                     placement,
                     layout,
@@ -278,7 +277,7 @@ class FirecrackerDriver:
                 raise
         return machine
 
-    def _machine(
+    async def _machine(
         self,
         started: shim_.Started,
         placement: Placement,
@@ -312,8 +311,7 @@ class FirecrackerDriver:
                 return FirecrackerMachine(record, layout, self._traits, identity=identity)
             return FirecrackerMachine(record, layout, self._traits, spec=spec, identity=identity)
         except ProcessLookupError as error:
-            ended = shim_.read_exit(placement.run_dir)
-            raise BootError(f"the virtual machine monitor ended at once: {ended.console_tail}") from error
+            raise await process.ended_at_once(record) from error
 
 
 async def _namespace(placement: Placement, uid: int, stack: contextlib.ExitStack) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.config import Settings
-from llm4agents.errors import BootError, HostSetupError, InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError
 from llm4agents.vmm import host, memory, pages, process, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
@@ -324,8 +324,7 @@ class QemuDriver:
                     memory_fd=None if clone else os.dup(fds["memory"]),
                 )
             except ProcessLookupError as error:
-                ended = shim_.read_exit(run_dir)
-                raise BootError(f"the virtual machine monitor ended at once: {ended.console_tail}") from error
+                raise await process.ended_at_once(record) from error
 
 
 def _state(frozen: Snapshot) -> int:

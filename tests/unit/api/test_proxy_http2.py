@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from llm4agents.api.listen.opening import Opened
 from tests.unit.api.proxied import HOST_ID, Proxied, proxied
 
 from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
+from llm4agents.api.listen.opening import Opened
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

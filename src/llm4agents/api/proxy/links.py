@@ -52,7 +52,8 @@ def base(settings: Settings, listening: tuple[str, str, int] | None, host: str) 
     if settings.domain is not None:
         return Base(scheme, plain(settings.domain), port, True)
     if _is_loopback(address):
-        return Base(scheme, LOCAL, port, True)
+        # No certificate is for all names of localhost: with TLS, and no domain, the path has to say the port.
+        return Base(scheme, LOCAL, port, scheme == "http")
     asked = urlsplit(f"//{host}").hostname or ""
     known = address if address not in ("0.0.0.0", "::", "") else asked  # noqa: S104 (said, not listened on)
     if not known or ("." not in known and ":" not in known):  # what clients of the unix socket say

@@ -372,6 +372,21 @@ SECRETS_MAX: Final = 1_000
 # Who calls
 KEYS_PER_PROJECT_MAX: Final = 1_000
 """That are not revoked."""
+PROJECTS_MAX: Final = 10_000
+INVITES_MAX: Final = 10_000
+INVITE_USES_MAX: Final = 10_000
+KEY_DAYS_MAX: Final = 3_650
+REGISTRATIONS_PER_MINUTE: Final = 10
+"""Calls of `POST /v1/register`, good or not, from one address; from all together ten times as many."""
+AUDIT_KEPT_S: Final = 365 * 86_400
+AUDIT_ROWS_MAX: Final = 2_000_000
+AUDIT_REFUSALS_PER_S: Final = 20
+"""Of callers without a key, sustained, after a burst of AUDIT_REFUSALS_BURST; what is more is summed up."""
+AUDIT_REFUSALS_BURST: Final = 500
+IDEMPOTENCY_KEPT_S: Final = 86_400
+IDEMPOTENCY_ROWS_MAX: Final = 10_000
+"""Of one project: the oldest go first."""
+IDEMPOTENCY_ANSWER_BYTES_MAX: Final = 262_144
 
 # Intercept
 INTERCEPT_BUILD_TIMEOUT_S: Final = 900.0

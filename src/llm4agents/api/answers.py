@@ -41,7 +41,9 @@ def problem(error: LLM4AgentsError, context: Context) -> Response:
     body = to_wire(error)
     if error.http_status >= 500:
         body["details"] = {**body["details"], "log": str(context.settings.server_log)}
-    return Json(body, status_code=error.http_status, media_type="application/problem+json")
+    after = error.details.get("retry_after_s")
+    headers = {} if after is None else {"retry-after": str(after)}
+    return Json(body, status_code=error.http_status, headers=headers, media_type="application/problem+json")
 
 
 async def _gone(receive: Receive) -> None:

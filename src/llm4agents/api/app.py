@@ -23,6 +23,7 @@ from llm4agents.api.mcp.endpoint import Mcp
 from llm4agents.api.measured import Measured
 from llm4agents.api.proxy.door import Ports
 from llm4agents.api.routes import (
+    access,
     calls,
     contexts,
     files,
@@ -137,6 +138,7 @@ def create_app(context: Context) -> FastAPI:
     app.state.context = context
     for module in (
         health,
+        access,
         node,
         sandboxes,
         states,

@@ -95,6 +95,7 @@ def configure_logs(level: str, logs: Logs | None = None) -> None:
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,  # the request it is about
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,

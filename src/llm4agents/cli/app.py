@@ -77,6 +77,13 @@ COMMANDS = {
         "snapshot",
         "Make a template of a sandbox as it is now; `create --template NAME` clones it.",
     ),
+    "whoami": ("keys", "whoami", "Say who you are to the server: project, scopes, quotas."),
+    "audit": ("audit", "audit", "Show who changed what, when and from where, and what was refused."),
+    "register": (
+        "invites",
+        "register",
+        "Have a project made for an invite's code (at LLM4AGENTS_URL), and print its first API key, this once.",
+    ),
     "prune": ("host", "prune", "Remove from the cache what nothing needs."),
     "du": ("host", "du", "Say what lies on disk."),
     "setup": ("host", "setup", "Install the host packages that are missing, after asking."),
@@ -112,6 +119,17 @@ GROUPS = {
         "ports",
         ("ls", "url", "traffic"),
         "Ports of a sandbox: which listen, their URLs, and who may reach them through the server.",
+    ),
+    "key": ("keys", ("create", "ls", "revoke"), "API keys: who may call a server that listens."),
+    "project": (
+        "projects",
+        ("create", "ls", "show", "set_", "disable", "enable"),
+        "Projects: whose sandboxes, templates, volumes, secrets and keys are whose, and how much of them.",
+    ),
+    "invite": (
+        "invites",
+        ("create", "ls", "revoke"),
+        "Invites: codes that people without a key have a project made for.",
     ),
     "server": (
         "server",

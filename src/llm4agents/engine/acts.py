@@ -9,19 +9,21 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
 from llm4agents.config import Settings
-from llm4agents.engine import clock, creation, forking, lifecycle, pausing
+from llm4agents.engine import clock, creation, forking, lifecycle, names, pausing
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.keeping import Keeper
 from llm4agents.engine.live import Live
 from llm4agents.engine.network import Asked
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
+from llm4agents.engine.quotas import Quotas, Share
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.traffic import Traffic
 from llm4agents.errors import (
@@ -51,6 +53,7 @@ class Acts(ABC):
     templates: Templates
     node: Node
     admission: Admission
+    quotas: Quotas
     _live: dict[str, Live]
     _keeper: Keeper
     _closing: bool
@@ -227,6 +230,7 @@ class Acts(ABC):
                 self._check(sandbox, "resume")
                 if row.nested:
                     self.check_nested()
+                self.quotas.check_resume(row)
                 await self.admission.reserve(sandbox, row.memory_mib)
                 try:
                     async with self.admission.turn():
@@ -262,21 +266,24 @@ class Acts(ABC):
             if row.nested:
                 self.check_nested()
             idents = [creation.new_id() for _ in range(count)]
-            await self.admission.reserve_all(idents, row.memory_mib)
-            try:
-                made = await forking.fork(
-                    self.node,
-                    row,
-                    live,
-                    idents,
-                    turn=self.admission.turn,
-                    idle_timeout_s=idle_timeout_s,
-                    metadata=metadata,
-                )
-            except BaseException:
-                for ident in idents:
-                    self.admission.release(ident)
-                raise
+            share = replace(Share.of(row), runs=True)
+            with self.quotas.room(dict.fromkeys(idents, share)):
+                self.quotas.check_rate(row.project, count)
+                await self.admission.reserve_all(idents, row.memory_mib)
+                try:
+                    made = await forking.fork(
+                        self.node,
+                        row,
+                        live,
+                        idents,
+                        turn=self.admission.turn,
+                        idle_timeout_s=idle_timeout_s,
+                        metadata=metadata,
+                    )
+                except BaseException:
+                    for ident in idents:
+                        self.admission.release(ident)
+                    raise
             for child in made:
                 self._enter(child)
         return [child.row for child in made]
@@ -285,6 +292,7 @@ class Acts(ABC):
         """Make the template `name` of a running or paused sandbox. Raises ConflictError when there is one."""
         self.templates.check_free(name)
         row = self._check(sandbox, "snapshot")
+        self.check_more_templates(row.project)
         if row.state == "paused" and self.places.env(sandbox):
             # Its environment is in the memory on disk; only its own agent can take it out.
             await self.resume(sandbox)
@@ -293,6 +301,12 @@ class Acts(ABC):
             finally:
                 await self.pause(sandbox, row.reason or "paused by request")
         return await self._to_the_end(self._snapshot(sandbox, name, description))
+
+    def check_more_templates(self, project: str) -> None:
+        """Before a template is made that its project has not. Raises QuotaError."""
+        if self.quotas.bound(project, "templates") is not None:
+            own = {one.name for one in self.templates.list() if names.project_of(one.name) == project}
+            self.quotas.check(project, "templates", len(own), 1)
 
     async def _snapshot(self, sandbox: str, name: str, description: str) -> Variant:
         async with self._photographed(sandbox, "snapshot") as (row, live):

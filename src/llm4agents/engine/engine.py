@@ -34,10 +34,12 @@ from llm4agents.engine import (
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
+from llm4agents.engine.audit import Audit
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.building.builds import Builds
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.feed import Feed
+from llm4agents.engine.invites import Invites
 from llm4agents.engine.jobs import Jobs
 from llm4agents.engine.keeping import Keeper, due
 from llm4agents.engine.keys import Keys
@@ -51,6 +53,8 @@ from llm4agents.engine.pool import Pool
 from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.projects import Projects
 from llm4agents.engine.protecting import Protecting
+from llm4agents.engine.quotas import Quotas, share_of
+from llm4agents.engine.repeats import Repeats
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.traffic import Traffic
@@ -131,6 +135,10 @@ class Engine(Acts):
         self.protecting = Protecting(self.templates.cache, self.drivers, self.admission, self.places.machines)
         self.projects = Projects(store)
         self.keys = Keys(store, self.projects)
+        self.invites = Invites(store, self.projects, self.keys)
+        self.quotas = Quotas(store, self.projects)
+        self.audit = Audit(store)
+        self.repeats = Repeats(store)
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
@@ -282,6 +290,9 @@ class Engine(Acts):
             variant, _ = self.templates.ready(shape) or await self.templates.variant(shape, progress)
             parts.check_ca(variant, self.templates.authority().digest)
         self._settle()
+        share = share_of(wish.project, wish.vcpus, wish.memory_mib, wish.bounds.disk_mib)
+        self.quotas.check_room(share)
+        self.quotas.check_rate(wish.project)
         self.creating += 1
         creator = asyncio.current_task()
         assert creator is not None
@@ -290,6 +301,7 @@ class Engine(Acts):
         pooled = None if wish.protect else self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         env = {**asked.environment, **wish.env}
+        self.quotas.charge(ident, share)
         try:
             if pooled is not None:
                 row = self._row(ident, wish, asked, pooled.variant, can.accelerator)
@@ -332,6 +344,7 @@ class Engine(Acts):
         finally:
             if live is None:
                 self.admission.release(ident)
+                self.quotas.release(ident, share)
             self._creators.discard(creator)
             self.creating -= 1
             if self.store.checkpoint_due():

@@ -97,7 +97,7 @@ class Keys:
             digest=_digest(text),
             scopes=sorted(wanted, key=SCOPES.index),
             created_at=now,
-            created_by=None if maker.actor in ("socket", "nobody") else maker.actor,
+            created_by=maker.actor if maker.actor.startswith("key_") else None,
             expires_at=None if expires_days is None else now + expires_days * 86_400,
         )
         rows.add(self._store, row)
@@ -109,11 +109,17 @@ class Keys:
         """Those of a project, or (None) all; also what is revoked or has expired."""
         return [row for row in self._all.values() if project is None or row.project == project]
 
-    def revoke(self, ident: str, project: str | None) -> KeyRow:
-        """From now on it is no key any more. Raises NotFoundError, also for another's."""
+    def get(self, ident: str, project: str | None) -> KeyRow:
+        """One of a project's, or (None) of any. Raises NotFoundError, also for another's."""
         row = self._all.get(ident)
         if row is None or (project is not None and row.project != project):
-            raise NotFoundError(f"there is no key {ident[:40]!r}", hint="llm4agents key ls shows them")
+            # It may be the key itself, mistaken for its id: it is not repeated.
+            raise NotFoundError("there is no key of that id", hint="llm4agents key ls shows them")
+        return row
+
+    def revoke(self, ident: str, project: str | None) -> KeyRow:
+        """From now on it is no key any more. Raises NotFoundError, also for another's."""
+        row = self.get(ident, project)
         if row.revoked_at is None:
             rows.change(self._store, row, revoked_at=clock.wall_s())
             log.info("key_revoked", key_id=row.id, project=row.project)

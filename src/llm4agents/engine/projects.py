@@ -18,6 +18,8 @@ from llm4agents.store import Store
 from llm4agents.store import projects as rows
 from llm4agents.store.projects import ProjectRow
 
+__all__ = ["ProjectRow", "Projects", "random_id"]
+
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -43,6 +45,10 @@ class Projects:
     def of(self, project: str) -> ProjectRow | None:
         """By its id."""
         return self._all.get(project)
+
+    def owner_of_volume(self, volume: str) -> str | None:
+        """The project of the volume of that id."""
+        return rows.owner_of_volume(self._store, volume)
 
     def get(self, project: str) -> ProjectRow:
         """By id or name. Raises NotFoundError."""

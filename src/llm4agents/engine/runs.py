@@ -24,6 +24,7 @@ from llm4agents.errors import (
     GuestError,
     LLM4AgentsError,
     NotFoundError,
+    QuotaError,
     SandboxDiedError,
     SandboxNotFoundError,
     SandboxPausedError,
@@ -131,7 +132,7 @@ class Carrier:
                 continue
             try:
                 await self._try(tries)
-            except (CapacityError, ConflictError, NotFoundError, UnknownOutcomeError) as error:
+            except (CapacityError, QuotaError, ConflictError, NotFoundError, UnknownOutcomeError) as error:
                 # No room, a sandbox in between two states, or it is not known whether it has begun: once more.
                 self._note(error.message)
 
@@ -157,7 +158,7 @@ class Carrier:
     async def _resumed(self) -> Live:
         try:
             return await self._sandboxes.access(self.job.sandbox)
-        except (CapacityError, ServerUnavailableError, SandboxDiedError):
+        except (CapacityError, QuotaError, ServerUnavailableError, SandboxDiedError):
             raise
         except LLM4AgentsError as error:
             if self._sandboxes.get(self.job.sandbox).state == "paused":
@@ -219,7 +220,7 @@ class Carrier:
                 self._record("cancelled" if self.cancelled else "exited", result)
                 with contextlib.suppress(LLM4AgentsError):
                     await processes.forget(live, self.run.process)
-        except (SandboxPausedError, ServerUnavailableError, CapacityError):
+        except (SandboxPausedError, ServerUnavailableError, CapacityError, QuotaError):
             raise
         except SandboxNotFoundError:
             raise Over("lost", "its sandbox is gone") from None

@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,16 @@ def check_platform(url: str | None) -> None:
             "from here the package is a client of a remote server",
             hint="set LLM4AGENTS_URL (and LLM4AGENTS_API_KEY) to a server's address",
         )
+
+
+_ONCE = re.compile(r"/v1/(sandboxes(/[^/]+/(fork|snapshot|jobs))?|volumes(/[^/]+/(snapshot|clone))?)")
+
+
+def once(method: str, path: str) -> list[tuple[str, str]]:
+    """The header by which a remote server does a call once, however often a connection breaks under it."""
+    if method != "POST" or not _ONCE.fullmatch(path):
+        return []
+    return [("idempotency-key", secrets.token_hex(16))]
 
 
 def path_of(path: str) -> str:

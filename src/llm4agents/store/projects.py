@@ -9,7 +9,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from llm4agents.errors import ConflictError
-from llm4agents.store.schema import projects
+from llm4agents.store.schema import projects, volumes
 from llm4agents.store.store import Store
 
 
@@ -48,3 +48,12 @@ def change(store: Store, row: ProjectRow, **changes: Any) -> None:
         connection.execute(update(projects).where(projects.c.id == row.id).values(**changes))
     for name, value in changes.items():
         setattr(row, name, value)
+
+
+def owner_of_volume(store: Store, volume: str) -> str | None:
+    """The project of the volume of that id."""
+    with store.reading() as connection:
+        found = connection.execute(
+            select(volumes.c.project).where(volumes.c.id == volume)
+        ).scalar_one_or_none()
+        return None if found is None else str(found)

@@ -132,10 +132,14 @@ class Store:
         self._writes = 0
         self.on_transition: list[OnTransition] = []
         """Called after each transition has been stored, in the order of registration; must not raise or wait."""
+        self.before_close: list[Callable[[], None]] = []
+        """Called before it is closed: the last moment to write."""
         self.in_transition: list[InTransition] = []
         """Called in the transaction of each transition, before its event: what they write stands or falls with it."""
 
     def close(self) -> None:
+        for act in self.before_close:
+            act()
         self._connection.close()
         self._engine.dispose()
 

@@ -2,43 +2,71 @@
 
 `guarded(app, context, via=…)` is made once for each listener, and the listener says what it is: only what comes in over
 the unix socket's own can be the operator. Nothing of a request says so, and the application refuses whatever has not
-come through a gate. Ports of sandboxes have their own rule (`api.proxy`): here it is only found out who asks for them.
+come through a gate. Ports of sandboxes have their own rule (`api.access.ports`): here it is only found out who asks.
+
+What changes something, and what is refused, is written to the audit here too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
+import time
+from dataclasses import dataclass
 from typing import Literal
 
-from starlette.responses import Response
+import structlog
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from llm4agents.api.access.table import OPEN, Matched, Table
+from llm4agents.api.access import once, owners
+from llm4agents.api.access.answer import Answer
+from llm4agents.api.access.table import OPEN, QUIET, Matched, Table
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.proxy import address
 from llm4agents.api.proxy.admission import is_key
-from llm4agents.engine import keys
-from llm4agents.engine.principal import Principal
+from llm4agents.engine import clock, keys
+from llm4agents.engine.audit import Entry
+from llm4agents.engine.principal import NOBODY, Principal
 from llm4agents.errors import (
     AuthenticationError,
     ForbiddenError,
     InvalidRequestError,
     LLM4AgentsError,
     NotFoundError,
-    SandboxNotFoundError,
 )
 
 Via = Literal["unix", "tcp"]
 Admitted = Literal["route", "port"]
-_HINT = "send Authorization: Bearer KEY, or X-API-KEY; LLM4AGENTS_API_KEY for the SDK and the command line"
+KEY_HINT = "send Authorization: Bearer KEY, or X-API-KEY; LLM4AGENTS_API_KEY for the SDK and the command line"
+TARGET_CHARACTERS_MAX = 500
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_A_KEY = re.compile(r"l4a_[a-z0-9]{8}_[0-9a-f]+")
+_READS = ("GET", "HEAD", "OPTIONS")
 _TABLE = Table()
 
 
 def guarded(app: ASGIApp, context: Context, *, via: Via) -> ASGIApp:
     """`app` as a listener serves it. `unix`: the server's own socket, mode 0600, whose callers are the operator."""
     return Gate(app, context, via)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One request, as far as is known of it."""
+
+    scope: Scope
+    method: str
+    principal: Principal
+    port: bool = False
+    matched: Matched | None = None
+
+    @property
+    def pattern(self) -> str:
+        return "unknown" if self.matched is None else self.matched.pattern
 
 
 class Gate:
@@ -51,53 +79,82 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        try:
-            principal, admitted = self._admit(scope)
-        except LLM4AgentsError as error:
-            await _refuse(problem(error, self.context), error, scope, receive, send)
-            return
-        scope["state"] = {**scope.get("state", {}), "principal": principal, "admitted": admitted}
-        await self.app(scope, receive, send)
+        began = time.perf_counter()
+        request = _request_id(scope)
+        answer = Answer(send, request)
+        method = "WS" if scope["type"] == "websocket" else str(scope["method"])
+        call = _Call(scope, method, Principal.nobody(self._origin(scope)))
+        with structlog.contextvars.bound_contextvars(request=request):
+            try:
+                await self._serve(call, receive, answer)
+            finally:
+                self._record(call, request, answer, (time.perf_counter() - began) * 1_000)
 
-    def _admit(self, scope: Scope) -> tuple[Principal, Admitted]:
-        """Who calls, if he may, and what that admits him to.
+    async def _serve(self, call: _Call, receive: Receive, answer: Answer) -> None:
+        scope = call.scope
+        try:
+            self._admit(call)
+            admitted: Admitted = "port" if call.port else "route"
+            state = {"principal": call.principal, "admitted": admitted}
+            scope["state"] = {**scope.get("state", {}), **state}
+            key = None if call.port else once.key_of(scope, call.pattern)
+            if key is None:
+                await self.app(scope, receive, answer)
+                return
+            repeats, project = self.context.engine.repeats, call.principal.project
+            await once.serve(self.app, repeats, project, key, call.pattern, scope, receive, answer)
+        except LLM4AgentsError as error:
+            if answer.begun:
+                raise
+            await _refuse(error, self.context, scope, receive, answer)
+        except ClientDisconnect:
+            return
+
+    # -- who, and whether he may ------------------------------------------------------------------------------
+
+    def _admit(self, call: _Call) -> None:
+        """Find out what is wanted and who calls.
 
         Raises AuthenticationError, ForbiddenError, NotFoundError, InvalidRequestError.
         """
-        if address.of(scope, self.context.names) is not None:
-            return self._visitor(scope), "port"
-        method, path = _method(scope), scope["path"]
-        matched = _TABLE.find(method, path)
-        if matched is not None and matched.needs == OPEN:
-            return self._maybe(scope), "route"
-        principal = self._known(scope)
+        scope = call.scope
+        call.port = address.of(scope, self.context.names) is not None
+        if call.port:
+            call.principal = self._visitor(scope, call.principal)
+            return
+        call.matched = matched = _TABLE.find(call.method, scope["path"])
+        is_open = matched is not None and matched.needs == OPEN
+        call.principal = principal = self._caller(scope, call.principal, needed=not is_open)
+        if is_open:
+            return
         if matched is None:
             # Whether or not the application has it: what the table does not know is for nobody.
-            raise NotFoundError(f"there is no {path[:1_000]} here")
+            raise NotFoundError(f"there is no {scope['path'][:1_000]} here")
         if matched.needs is None:
-            raise InvalidRequestError(f"{method} {path[:1_000]}: Method Not Allowed")
+            raise InvalidRequestError(f"{call.method} {scope['path'][:1_000]}: Method Not Allowed")
         words = matched.needs.split()
         if not any(map(principal.may, words)):
             raise ForbiddenError(f"this needs a key with the scope {' or '.join(words)}", needs=words)
         if not principal.sees_all:
-            self._theirs(matched, principal)
-        return principal, "route"
+            owners.check(self.context, matched.params, principal)
+
+    def _caller(self, scope: Scope, nobody: Principal, *, needed: bool) -> Principal:
+        """Raises AuthenticationError for a key that is not good, and (`needed`) for none."""
+        return self._known(scope) if needed or self._unix or key_of(scope) is not None else nobody
 
     def _known(self, scope: Scope) -> Principal:
         if self._unix:
             return Principal.operator()
         text = key_of(scope)
         if text is None:
-            raise AuthenticationError("this server wants an API key", hint=_HINT)
-        return keys.principal_of(self.context.engine.keys.known(text), _origin(scope))
+            raise AuthenticationError("this server wants an API key", hint=KEY_HINT)
+        return keys.principal_of(self.context.engine.keys.known(text), self._origin(scope))
 
-    def _maybe(self, scope: Scope) -> Principal:
-        """Who calls, where nobody may too. Raises AuthenticationError for a key that is not good."""
-        if self._unix or key_of(scope) is not None:
-            return self._known(scope)
-        return Principal.nobody(_origin(scope))
+    def _origin(self, scope: Scope) -> str:
+        client = scope.get("client")
+        return "unix" if self._unix else str(client[0]) if client else "unknown"
 
-    def _visitor(self, scope: Scope) -> Principal:
+    def _visitor(self, scope: Scope, nobody: Principal) -> Principal:
         """Who asks for a port, where a key that is not good is as none: the port's rule may let him in all the same."""
         if self._unix:
             return Principal.operator()
@@ -105,31 +162,57 @@ class Gate:
             if is_key(name, value):  # any other is for the guest
                 text = value.decode("latin-1").strip().rpartition(" ")[2]
                 with contextlib.suppress(AuthenticationError, ForbiddenError):
-                    return keys.principal_of(self.context.engine.keys.known(text), _origin(scope))
-        return Principal.nobody(_origin(scope))
+                    return keys.principal_of(self.context.engine.keys.known(text), nobody.origin)
+        return nobody
 
-    def _theirs(self, matched: Matched, principal: Principal) -> None:
-        """Raises for what is another project's exactly what it does for what never was."""
-        ident = matched.params.get("sandbox")
-        if ident is not None:
-            row = self.context.engine.find(ident)
-            if row is not None and not principal.sees(row.project):
-                raise SandboxNotFoundError(f"there is no sandbox {ident}", hint="llm4agents ls shows them")
+    # -- what is told of it -----------------------------------------------------------------------------------
+
+    def _record(self, call: _Call, request: str, answer: Answer, duration_ms: float) -> None:
+        state = call.scope.get("state", {})
+        # A port's own answers are the guest's: `api.access.ports` says which refusals are ours.
+        refused = (
+            bool(state.get("refused")) if call.port and "admitted" in state else answer.status in (401, 403)
+        )
+        if "admitted" not in state:
+            # It never came to where calls are counted.
+            self.context.engine.metrics.call(
+                f"{call.method} {call.pattern}", answer.status, duration_ms / 1_000
+            )
+        reads = call.port or call.method in _READS or call.matched is None or call.pattern in QUIET
+        if not refused and reads:
+            return
+        target = _A_KEY.sub("l4a_…", call.scope["path"][:TARGET_CHARACTERS_MAX])
+        entry = Entry(
+            at=clock.wall_s(),
+            project=call.principal.project,
+            actor=call.principal.actor,
+            origin=call.principal.origin,
+            request=request,
+            action=f"{call.method} {'a port' if call.port else call.pattern}",
+            target=target.encode("utf-8", "replace").decode(),
+            status=answer.status,
+            code=answer.code,
+            duration_ms=round(duration_ms, 3),
+        )
+        audit = self.context.engine.audit
+        (audit.add_strangers if refused and call.principal.actor == NOBODY else audit.add)(entry)
 
 
 def key_of(scope: Scope) -> str | None:
-    """The API key of a request, good or not. A bearer token of another form is not ours: a port's guest may want it."""
+    """The API key of a request, good or not."""
+    found: list[str] = []
     for name, value in scope["headers"]:
         if name == b"x-api-key":
-            return str(value.decode("latin-1").strip())
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return str(value[7:].decode("latin-1").strip())
-    return None
+            found.insert(0, value.decode("latin-1").strip())
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            found.append(value[7:].decode("latin-1").strip())
+    return found[0] if found else None
 
 
 async def _refuse(
-    refusal: Response, error: LLM4AgentsError, scope: Scope, receive: Receive, send: Send
+    error: LLM4AgentsError, context: Context, scope: Scope, receive: Receive, send: Send
 ) -> None:
+    refusal = problem(error, context)
     if isinstance(error, AuthenticationError):
         refusal.headers["www-authenticate"] = "Bearer"
     if scope["type"] == "websocket":
@@ -138,10 +221,9 @@ async def _refuse(
         await refusal(scope, receive, send)
 
 
-def _method(scope: Scope) -> str:
-    return "WS" if scope["type"] == "websocket" else str(scope["method"])
-
-
-def _origin(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else "unknown"
+def _request_id(scope: Scope) -> str:
+    """What the client calls it, or a name of ours."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value) and not value.startswith(b"l4a_"):
+            return str(value.decode())
+    return f"req_{secrets.token_hex(8)}"

@@ -13,6 +13,11 @@ from typing import Final
 OPEN: Final = "open"
 """Needs no key."""
 
+QUIET: Final = frozenset(
+    {"/v1/sandboxes/{sandbox}/network/why", "/v1/sandboxes/{sandbox}/files/search", "/mcp"}
+)
+"""What is asked with a body and changes nothing by itself: no row of the audit."""
+
 _READ, _USE = "read sandboxes", "sandboxes"
 _SANDBOX = "/v1/sandboxes/{sandbox}"
 
@@ -23,7 +28,7 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     # who calls
     "/v1/whoami": {"GET": "read sandboxes templates volumes secrets project"},
     "/v1/keys": {"GET": "project", "POST": "project"},
-    "/v1/keys/{key}": {"DELETE": "project"},
+    "/v1/keys/{key}": {"GET": "project", "DELETE": "project"},
     "/v1/projects": {"GET": "node", "POST": "node"},
     "/v1/projects/{project}": {"GET": "node", "PATCH": "node"},
     "/v1/invites": {"GET": "node", "POST": "node"},

@@ -132,6 +132,8 @@ class Ports:
     async def _failed(
         self, error: LLM4AgentsError, target: Target | None, scope: Scope, receive: Receive, send: _Answer
     ) -> None:
+        if error.http_status in (401, 403):
+            scope.get("state", {})["refused"] = True  # for the audit: an answer of 401 may be the guest's own
         if not send.begun:
             await refusal(error, target, scope)(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from llm4agents.sdk import _wire
+from llm4agents.sdk._async.access import AsyncAccess
 from llm4agents.sdk._async.transport import AsyncTransport, transport
 from llm4agents.sdk._runtime import async_call
 
 _BUILT = frozenset({"template"})
 
 
-class AsyncClient:
+class AsyncClient(AsyncAccess):
     """A server's administration. As a context manager it lets go of its connections at the end."""
 
     def __init__(self) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from llm4agents.sdk import _wire
 from llm4agents.sdk._runtime import call
+from llm4agents.sdk._sync.access import Access
 from llm4agents.sdk._sync.transport import Transport, transport
 
 _BUILT = frozenset({"template"})
 
 
-class Client:
+class Client(Access):
     """A server's administration. As a context manager it lets go of its connections at the end."""
 
     def __init__(self) -> None:

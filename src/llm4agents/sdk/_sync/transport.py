@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +19,7 @@ from llm4agents import __version__
 from llm4agents.config import Settings
 from llm4agents.config import settings as process_settings
 from llm4agents.errors import (
+    ConflictError,
     ConnectionLostError,
     InvalidRequestError,
     LLM4AgentsError,
@@ -105,6 +106,7 @@ class Transport:
     ) -> dict[str, Any]:
         """One call, JSON both ways. `wait_s`: the longest silence from the server, None for ever."""
         content, headers = _encode(body)
+        headers = [*headers, *self._once(method, path)]
         target = _wire.target(path, params)
         try:
             answer = self._attempt(method, target, content, headers, wait_s)
@@ -115,8 +117,10 @@ class Transport:
     def _attempt(
         self, method: str, target: str, content: Any, headers: list[tuple[str, str]], wait_s: float | None
     ) -> bytes:
-        """Sends it, and once more when it certainly did not run because the local server had just left."""
-        for last in (False, True):
+        """Sends it, and once more when it certainly did not run because the local server had just left, or when
+        the server sees to it that it runs once."""
+        first: LLM4AgentsError | None = None
+        while True:
             self.server()
             try:
                 status, _, body = self._whole(method, target, content, headers, wait_s)
@@ -125,10 +129,25 @@ class Transport:
                 error: LLM4AgentsError = _wire.error_of(status, body)
             except LLM4AgentsError as caught:
                 error = caught
-            if last or not _again(method, error):
-                raise error
+            if first is not None or not _again(method, error, headers):
+                # A repeat that the server cannot answer says nothing new: what is known is that the connection broke.
+                raise first if isinstance(first, ConnectionLostError) and _is_repeat(error) else error
+            first = error
             self._left()
-        raise AssertionError("not reached")
+
+    def _once(self, method: str, path: str) -> list[tuple[str, str]]:
+        # A local server that breaks off is dead, and its successor cannot say how a call of then ended.
+        return [] if self.settings.url is None else _wire.once(method, path)
+
+    def public(self, method: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A call that needs no key, to a server that is not asked anything before it."""
+        if self.settings.url is None:
+            return self.json(method, path, body)
+        content, headers = _encode(body)
+        status, _, answer = self._whole(method, path, content, headers, _wire.DEFAULT_WAIT_S)
+        if status >= 400:
+            raise _wire.error_of(status, answer)
+        return _json(answer)
 
     def _left(self) -> None:
         """The server said that it is leaving, or was gone: forget it; the next call finds or starts one."""
@@ -149,6 +168,7 @@ class Transport:
     ) -> ByteStream:
         """One call whose answer is read as it comes. The caller closes it; closing early ends what it ran."""
         encoded, fields = _encode(body) if content is None else (content, [])
+        fields = [*fields, *self._once(method, path)]
         target = _wire.target(path, params)
         for last in (False, True):
             self.server()
@@ -161,7 +181,7 @@ class Transport:
                 error: LLM4AgentsError = _wire.error_of(response.status, data)
             except LLM4AgentsError as caught:
                 error = caught
-            if last or content is not None or not _again(method, error):
+            if last or content is not None or not _again(method, error, fields):
                 raise _wire.named(error, sandbox)
             self._left()
         raise AssertionError("not reached")
@@ -358,11 +378,14 @@ class EventStream:
         self._stream.close()
 
 
-def _again(method: str, error: LLM4AgentsError) -> bool:
-    """Whether a failed call may be sent once more: nothing ran, or running it twice is no matter."""
-    return isinstance(error, ServerUnavailableError) or (
-        method in _IDEMPOTENT and isinstance(error, ConnectionLostError)
-    )
+def _again(method: str, error: LLM4AgentsError, headers: Sequence[tuple[str, str]]) -> bool:
+    """Whether a failed call may be sent once more: nothing ran, or it runs once however often it is sent."""
+    once = method in _IDEMPOTENT or any(name == "idempotency-key" for name, _ in headers)
+    return isinstance(error, ServerUnavailableError) or (once and isinstance(error, ConnectionLostError))
+
+
+def _is_repeat(error: LLM4AgentsError) -> bool:
+    return isinstance(error, ConflictError) and "idempotency key" in error.message
 
 
 def _encode(body: Mapping[str, Any] | None) -> tuple[bytes | None, list[tuple[str, str]]]:

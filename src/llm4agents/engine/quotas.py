@@ -1,0 +1,218 @@
+"""What a project may have. `exceeded` and `Bucket` are pure; `Quotas` knows what each project has now.
+
+A sandbox's share is charged before anything is made for it, under the id it will have, so that creates that come at
+once cannot pass a bound together; its transitions then keep the charge true, and a failed create gives it back.
+`sandboxes`, `vcpus` and `memory_mib` count what runs (or is being made), `disk_mib` also what is paused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from llm4agents import limits
+from llm4agents.engine import clock
+from llm4agents.engine.projects import Projects
+from llm4agents.errors import InvalidRequestError, QuotaError
+from llm4agents.store import SandboxRow, Store
+from llm4agents.store.store import TERMINAL, Stamp
+
+NAMES: Final = (
+    "sandboxes",
+    "vcpus",
+    "memory_mib",
+    "disk_mib",
+    "volumes_mib",
+    "templates",
+    "creates_per_s",
+)
+RUNNING: Final = ("sandboxes", "vcpus", "memory_mib")
+IDLE_STATES: Final = ("pausing", "paused")
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, float]:
+    """Quotas as a caller gives them; None takes one away. Raises InvalidRequestError."""
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        if name not in NAMES:
+            raise InvalidRequestError(f"{name[:40]!r} is no quota", hint=f"any of {', '.join(NAMES)}")
+        if value is None:
+            continue
+        whole = name != "creates_per_s"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise InvalidRequestError(f"{name} is a number", hint="leave it out (null) for no bound")
+        if not (0 <= value <= 2**53 and math.isfinite(value)):
+            raise InvalidRequestError(f"{name}={value} is not possible: 0 or more")
+        found[name] = value
+    return found
+
+
+def exceeded(
+    quotas: Mapping[str, Any], used: Mapping[str, float], more: Mapping[str, float]
+) -> tuple[str, float, float] | None:
+    """The first quota that `more` would pass: its name, the bound, what is used. Pure."""
+    for name, wanted in more.items():
+        bound = quotas.get(name)
+        if bound is not None and wanted > 0 and used.get(name, 0) + wanted > bound:
+            return name, bound, used.get(name, 0)
+    return None
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A rate with a burst (two seconds' worth, at least one). Pure: its clock is the caller's."""
+
+    level: float
+    at_s: float
+
+    def take(self, rate: float, now_s: float, count: int = 1, *, burst: float | None = None) -> float:
+        """0 when `count` may be had now (and is taken), else in how many seconds to come again."""
+        burst = max(1.0, 2 * rate) if burst is None else burst
+        self.level = min(burst, self.level + max(0.0, now_s - self.at_s) * rate)
+        self.at_s = now_s
+        wanted = min(float(count), burst)  # what is more than a whole burst waits for a full one
+        if self.level >= wanted:
+            self.level -= float(count)
+            return 0.0
+        return (wanted - self.level) / rate if rate > 0 else 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of one sandbox."""
+
+    project: str
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    runs: bool = True
+
+    @classmethod
+    def of(cls, row: SandboxRow) -> Share:
+        disk = (row.limits or {}).get("disk_mib") or row.disk_gib * 1024
+        return cls(row.project, row.vcpus, row.memory_mib, int(disk), row.state not in IDLE_STATES)
+
+    def figures(self) -> dict[str, float]:
+        running = (1, self.vcpus, self.memory_mib) if self.runs else (0, 0, 0)
+        return {**dict(zip(RUNNING, running, strict=True)), "disk_mib": self.disk_mib}
+
+
+class Quotas:
+    """One per engine."""
+
+    def __init__(self, store: Store, projects: Projects) -> None:
+        self._projects = projects
+        self._shares: dict[str, Share] = {row.id: Share.of(row) for row in store.alive()}
+        self._buckets: dict[str, Bucket] = {}
+        store.on_transition.append(self._changed)
+
+    # -- sandboxes
+
+    @contextlib.contextmanager
+    def room(self, shares: Mapping[str, Share]) -> Iterator[None]:
+        """Charge new sandboxes, by the ids they will have; given back for those that nothing was stored of.
+
+        Raises QuotaError, and then nothing is charged.
+        """
+        try:
+            for ident, share in shares.items():
+                self.check_room(share)
+                self.charge(ident, share)
+            yield
+        except BaseException:
+            for ident, share in shares.items():
+                self.release(ident, share)
+            raise
+
+    def charge(self, ident: str, share: Share) -> None:
+        """Of one that there is room for (`check_room`, in the same turn of the event loop)."""
+        self._shares[ident] = share
+
+    def release(self, ident: str, share: Share) -> None:
+        """It did not come to be. Nothing changes when its row has been stored: its transitions keep it true."""
+        if self._shares.get(ident) is share:
+            del self._shares[ident]
+
+    def check_room(self, share: Share) -> None:
+        """Whether there is room for one more. Raises QuotaError."""
+        self._check(share.project, share.figures())
+
+    def check_rate(self, project: str, count: int = 1) -> None:
+        """The rate of creates, which these count for. Raises QuotaError with when to come again."""
+        rate = self._of(project).get("creates_per_s")
+        if rate is None:
+            self._buckets.pop(project, None)
+            return
+        now = clock.boottime_s()
+        bucket = self._buckets.setdefault(project, Bucket(max(1.0, 2 * rate), now))
+        wait = bucket.take(rate, now, count)
+        if wait:
+            raise QuotaError(
+                f"the project may create {rate:g} sandboxes a second",
+                hint=f"again in {wait:.3g} s",
+                quota="creates_per_s",
+                limit=rate,
+                used=rate,
+                retry_after_s=max(1, math.ceil(wait)),
+            )
+
+    def check_resume(self, row: SandboxRow) -> None:
+        """Before a paused sandbox runs again. Raises QuotaError."""
+        share = Share.of(row)
+        self._check(row.project, dict(zip(RUNNING, (1, share.vcpus, share.memory_mib), strict=True)))
+
+    # -- other things
+
+    def check(self, project: str, name: str, used: float, more: float) -> None:
+        """May a project that has `used` of a thing (`volumes_mib`, `templates`) have `more`? Raises QuotaError."""
+        _raise(exceeded(self._of(project), {name: used}, {name: more}))
+
+    def bound(self, project: str, name: str) -> float | None:
+        """None: there is none."""
+        found = self._of(project).get(name)
+        return None if found is None else float(found)
+
+    def used(self, project: str) -> dict[str, float]:
+        """What its sandboxes take now."""
+        total = dict.fromkeys((*RUNNING, "disk_mib"), 0.0)
+        for share in self._shares.values():
+            if share.project == project:
+                for name, value in share.figures().items():
+                    total[name] += value
+        return total
+
+    # -- inside
+
+    def _of(self, project: str) -> Mapping[str, Any]:
+        row = self._projects.of(project)
+        return {} if row is None else row.quotas
+
+    def _check(self, project: str, more: Mapping[str, float]) -> None:
+        quotas = self._of(project)
+        if quotas:
+            _raise(exceeded(quotas, self.used(project), more))
+
+    def _changed(self, row: SandboxRow, _from: str | None, to: str, _reason: str | None, _at: Stamp) -> None:
+        if to in TERMINAL:
+            self._shares.pop(row.id, None)
+        else:
+            self._shares[row.id] = Share.of(row)
+
+
+def _raise(found: tuple[str, float, float] | None) -> None:
+    if found is not None:
+        name, bound, used = found
+        raise QuotaError(
+            f"the project may have {bound:g} of {name}, and has {used:g}",
+            hint="kill or remove what is not needed, or ask whoever runs the server for more",
+            quota=name,
+            limit=bound,
+            used=used,
+        )
+
+
+def share_of(project: str, vcpus: int, memory_mib: int, disk_mib: int | None) -> Share:
+    return Share(project, vcpus, memory_mib, disk_mib or limits.DISK_GIB * 1024)

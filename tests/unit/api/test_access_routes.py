@@ -1,0 +1,266 @@
+"""Every route, from outside: who is not known is refused, who is may do what his key is for, to what is his project's.
+
+Over TCP, against the real application. There is no VM: rows of sandboxes are enough to be somebody else's.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.routing import Mount, Route, WebSocketRoute
+from tests.unit.api.served import Served, serving
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from llm4agents.api.access.table import OPEN, TABLE, Table
+from llm4agents.api.app import create_app
+from llm4agents.api.context import Context
+from llm4agents.engine import keys
+from llm4agents.engine.principal import SCOPES
+
+MINE, THEIRS, NEVER = ("sbx_" + letter * 20 for letter in "mtn")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("access"), LLM4AGENTS_LOG_LEVEL="debug") as here:
+        yield here
+
+
+def routes(context: Context) -> Iterator[tuple[str, str]]:
+    """(method or WS, pattern) of every route that the application has, however it is nested."""
+
+    def walk(found: Any) -> Iterator[tuple[str, str]]:
+        for route in found:
+            if (inner := getattr(route, "original_router", None)) is not None:
+                yield from walk(inner.routes)
+            elif isinstance(route, WebSocketRoute):
+                yield "WS", route.path
+            elif isinstance(route, Mount):
+                yield "*", route.path
+            elif isinstance(route, Route):
+                for method in route.methods or {"GET"}:
+                    yield method, route.path
+            else:
+                raise AssertionError(f"a route of a kind this test does not know: {route!r}")
+
+    yield from walk(create_app(context).routes)
+
+
+def paths(
+    served: Served, sandbox: str = NEVER, *, everything: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    """(method, pattern, a path of it)"""
+    known = {"sandbox": sandbox, "port": "8080", "name": "base", "volume": "vol_" + "a" * 20}
+    for method, pattern in routes(served.context):
+        if method == "HEAD" and "HEAD" not in TABLE.get(pattern, ()) and not everything:
+            continue
+        yield method, pattern, re.sub(r"\{(\w+)(:path)?\}", lambda m: known.get(m[1], "x"), pattern)
+
+
+def test_every_route_is_in_the_table_and_found_there(served: Served) -> None:
+    table = Table()
+    for method, pattern, path in paths(served, everything=True):
+        found = table.find(method, path)
+        assert found is not None and found.pattern == pattern, (
+            f"{method} {pattern} is not in api/access/table.py"
+        )
+        if found.needs is None:
+            assert method == "HEAD", (
+                f"{method} {pattern} is not in api/access/table.py"
+            )  # refused by the gate
+            continue
+        assert found.needs == OPEN or set(found.needs.split()) <= set(SCOPES), pattern
+    open_ones = {pattern for pattern, methods in TABLE.items() for needs in methods.values() if needs == OPEN}
+    assert open_ones <= {"/health", "/openapi.json", "/v1/register"}
+
+
+def status(served: Served, method: str, path: str, headers: dict[str, str]) -> int:
+    if method == "WS":
+        try:
+            with connect(
+                served.url.replace("http", "ws") + path, additional_headers=headers, open_timeout=20
+            ):
+                return 101
+        except InvalidStatus as error:
+            return error.response.status_code
+    return served.http.request("POST" if method == "*" else method, path, headers=headers).status_code
+
+
+def test_no_route_but_the_open_ones_serves_who_is_not_known(served: Served) -> None:
+    project = served.project("gone")
+    disabled, revoked, expired = served.key(project), served.key(), served.key(expires_days=0.000_000_01)
+    engine = served.context.engine
+    served.on_loop(engine.projects.disable, project)
+    served.on_loop(engine.keys.revoke, f"key_{revoked[4:12]}", None)
+    good = served.key(scopes=["node"])
+    wrong = good[:-4] + ("0000" if good[-4:] != "0000" else "1111")
+    headers: list[dict[str, str]] = [{}] + [
+        {"authorization": f"Bearer {bad}"} for bad in (disabled, revoked, expired, wrong, "x")
+    ]
+    headers += [{"x-api-key": wrong}, {"authorization": f"Basic {good}"}, {"cookie": f"key={good}"}]
+    port = f"/v1/sandboxes/{NEVER}/ports/8080/"
+    everything = [
+        (method, path) for method, pattern, path in paths(served) if OPEN not in TABLE[pattern].values()
+    ]
+    for at, (method, path) in enumerate([*everything, ("GET", port), ("WS", port), ("WS", port + "tcp")]):
+        # Each way of not being known on the first few, then one of them each: they all come to the same line.
+        for one in headers if at < 5 or path.startswith(port) else [headers[at % len(headers)]]:
+            assert status(served, method, path, one) == 401, (method, path, one)
+    assert served.ask("GET", "/v1/whoami", good).status_code == 200
+    assert served.ask("GET", "/openapi.json").status_code == 200
+    refused = served.ask("GET", "/v1/whoami")
+    assert refused.headers["www-authenticate"] == "Bearer" and refused.json()["code"] == "unauthenticated"
+    for bad in (disabled, revoked, expired, wrong):
+        said = served.ask("GET", "/v1/whoami", bad)
+        assert bad not in said.text and bad[13:] not in said.text
+
+
+def test_a_key_does_what_it_is_for_and_nothing_else(served: Served) -> None:
+    for scope in SCOPES:
+        if scope == "node":
+            continue
+        key = served.key(scopes=[scope])
+        for method, pattern, path in paths(served):
+            needs = TABLE[pattern].get(method) or TABLE[pattern]["*"]
+            if needs != OPEN and scope not in needs.split():
+                assert status(served, method, path, {"x-api-key": key}) == 403, (scope, method, path)
+    reader = served.key(scopes=["read"])
+    assert served.ask("GET", "/v1/sandboxes", reader).status_code == 200
+    assert served.ask("GET", f"/v1/sandboxes/{NEVER}/ports/80/", reader).status_code in (403, 404)
+
+
+def test_what_another_project_has_is_as_what_never_was(served: Served) -> None:
+    ours, theirs = served.project("ours"), served.project("theirs")
+    served.sandbox(MINE, ours)
+    served.sandbox(THEIRS, theirs)
+    key = served.key(ours, scopes=[scope for scope in SCOPES if scope != "node"])
+    for method, pattern, path in paths(served, THEIRS):
+        if "{sandbox}" not in pattern or method == "WS":
+            continue
+        said = served.ask(method, path, key)
+        never = served.ask(method, path.replace(THEIRS, NEVER), key)
+        assert said.status_code == never.status_code == 404, (method, path, said.text)
+        assert said.text.replace(THEIRS, NEVER) == never.text
+    for path in ("ports/8080/", "ports/8080/some/file", "ports/22/tcp"):
+        said = served.ask("GET", f"/v1/sandboxes/{THEIRS}/{path}", key)
+        assert (said.status_code, said.json()["code"]) == (404, "sandbox_not_found")
+    assert status(served, "WS", f"/v1/sandboxes/{THEIRS}/ports/22/tcp", {"x-api-key": key}) == 404
+    attach = f"/v1/sandboxes/{THEIRS}/processes/p/attach"
+    assert status(served, "WS", attach, {"x-api-key": key}) == 404
+    by_name = {"host": f"8080-{THEIRS.replace('_', '-')}.localhost"}
+    refused = served.ask("GET", "/", key, headers=by_name)
+    assert (
+        refused.status_code == 502 and "there is no sandbox" in refused.text.lower()
+    )  # by name: as a gateway's
+    by_header = {"x-sandbox-id": THEIRS, "x-sandbox-port": "8080"}
+    refused = served.ask("GET", "/v1/whoami", key, headers=by_header)
+    assert refused.status_code == 502 and "there is no sandbox" in refused.text.lower()
+    assert served.ask("GET", f"/v1/sandboxes/{MINE}", key).json()["project"] == ours
+
+
+def test_lists_are_of_ones_own(served: Served) -> None:
+    ours, theirs = served.project("listed"), served.project("hidden")
+    mine, their = ("sbx_" + letter * 20 for letter in "lh")
+    served.sandbox(mine, ours)
+    served.sandbox(their, theirs)
+    key, all_of_it = served.key(ours, scopes=["read", "project", "secrets"]), served.key(scopes=["node"])
+    asked = (
+        "sandboxes",
+        "events",
+        "usage",
+        "usage?totals=1",
+        "jobs",
+        "top",
+        "keys",
+        "audit",
+        "templates",
+        "secrets",
+    )
+    for path in (*asked, f"events?sandbox={their}", f"usage?sandbox={their}", f"sandboxes?after={their}"):
+        said = served.ask("GET", f"/v1/{path}", key)
+        assert said.status_code == 200 and their not in said.text and theirs not in said.text, path
+    assert [one["id"] for one in served.ask("GET", "/v1/sandboxes", key).json()["data"]] == [mine]
+    assert {one["sandbox"] for one in served.ask("GET", "/v1/events", key).json()["data"]} == {mine}
+    seen = {one["id"] for one in served.ask("GET", "/v1/sandboxes?limit=1000", all_of_it).json()["data"]}
+    assert {mine, their} <= seen
+    assert served.ask("GET", "/v1/top", key).json()["node"] is None
+    server = served.ask("GET", "/v1/server", key).json()
+    assert server["log"] is server["state"] is server["pid"] is None and server["sandboxes"] == 1
+    assert str(served.context.settings.state) not in json.dumps(server)
+
+
+def test_a_project_s_secrets_are_its_own(served: Served) -> None:
+    one, other = served.key(served.project("with secrets")), served.key(served.project("without"))
+    assert served.ask("PUT", "/v1/secrets/TOKEN", one, json={"value": "canary-of-one"}).status_code == 200
+    assert served.ask("GET", "/v1/secrets", other).json()["data"] == []
+    assert served.ask("DELETE", "/v1/secrets/TOKEN", other).status_code == 404
+    assert (
+        served.ask("PUT", "/v1/secrets/TOKEN", other, json={"value": "canary-of-other"}).json()["version"]
+        == 1
+    )
+    secrets = served.context.engine.secrets
+    projects = {row.name: row.id for row in served.context.engine.projects.list()}
+    values = [
+        served.on_loop(secrets.resolve, ["TOKEN"], projects[name]) for name in ("with secrets", "without")
+    ]
+    assert values == [{"TOKEN": "canary-of-one"}, {"TOKEN": "canary-of-other"}]
+    assert served.on_loop(secrets.resolve, ["TOKEN"]) == {}
+
+
+def test_a_key_makes_no_key_that_may_more(served: Served) -> None:
+    project = served.project("of keys")
+    key = served.key(project, scopes=["project", "read"])
+    made = served.ask("POST", "/v1/keys", key, json={"name": "less", "scopes": ["read"]})
+    assert made.status_code == 201 and made.json()["project"] == project
+    assert served.ask("GET", "/v1/sandboxes", made.json()["key"]).status_code == 200
+    plain = served.ask("POST", "/v1/keys", key, json={"name": "plain"}).json()
+    assert plain["scopes"] == ["read"]
+    for scopes in (["node"], ["sandboxes"], ["read", "secrets"]):
+        said = served.ask("POST", "/v1/keys", key, json={"name": "more", "scopes": scopes})
+        assert (said.status_code, said.json()["code"]) == (403, "forbidden")
+    assert served.ask("POST", "/v1/keys", key, json={"name": "x", "project": "default"}).status_code == 404
+    other = served.key()
+    for ident in (f"key_{other[4:12]}", "key_nothing0"):
+        assert served.ask("DELETE", f"/v1/keys/{ident}", key).status_code == 404
+    assert served.ask("DELETE", f"/v1/keys/{plain['id']}", key).json()["revoked_at"] is not None
+    assert served.ask("GET", "/v1/sandboxes", plain["key"]).status_code == 401
+    assert plain["key"] not in served.ask("GET", "/v1/keys", key).text
+
+
+def test_names_of_templates_are_of_the_project_or_built_in(served: Served) -> None:
+    key = served.key(served.project("of templates"))
+    for name in ("../x", "..", "a@prj_000000000000", "base@default", "%2e%2e", "no such"):
+        said = served.ask("POST", "/v1/sandboxes", key, json={"template": name})
+        assert said.status_code in (400, 404), (name, said.text)
+        removed = served.ask(
+            "DELETE", f"/v1/templates/{name.replace('/', '%2f').replace('..', '%2e%2e')}", key
+        )
+        assert removed.status_code in (400, 404), (name, removed.text)
+    assert served.ask("DELETE", "/v1/templates/base", key).status_code == 403
+    assert served.ask("POST", "/v1/templates/base/build", key, json={"force": True}).status_code == 403
+    cache = served.context.settings.cache
+    (cache / "templates").mkdir(parents=True, exist_ok=True)
+    operator = served.key(scopes=["node"])
+    assert served.ask("DELETE", "/v1/templates/%2e%2e", operator).status_code in (400, 404)
+    assert (cache / "templates").is_dir()
+
+
+def test_keys_are_compared_in_constant_time() -> None:
+    """Of structure: a digest is compared once, by the one function for it, whether or not the id is known."""
+    tree = ast.parse(inspect.getsource(keys))
+    known = next(one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "known")
+    calls = [one for one in ast.walk(known) if isinstance(one, ast.Call)]
+    compares = [
+        one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "compare_digest"
+    ]
+    assert len(compares) == 1
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Compare):
+            assert "digest" not in ast.dump(one), "a digest is compared by hmac.compare_digest alone"

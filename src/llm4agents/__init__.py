@@ -47,12 +47,15 @@ if TYPE_CHECKING:
     from llm4agents.sdk._async.observe import AsyncObserver
     from llm4agents.sdk._async.sandbox import AsyncSandbox
     from llm4agents.sdk._async.secrets import AsyncSecrets
+    from llm4agents.sdk._async.template import AsyncTemplate
     from llm4agents.sdk._jobs import JobInfo, JobRun
     from llm4agents.sdk._landing import Downloaded, ProtectedPath
+    from llm4agents.sdk._recipes import BuildEvent, BuiltTemplate
     from llm4agents.sdk._secrets import SecretInfo
     from llm4agents.sdk._sync.observe import Observer
     from llm4agents.sdk._sync.sandbox import Sandbox
     from llm4agents.sdk._sync.secrets import Secrets
+    from llm4agents.sdk._sync.template import Template
     from llm4agents.sdk.results import (
         CodeContext,
         EmulationWarning,
@@ -92,6 +95,10 @@ _HOMES = {
     "Secrets": "llm4agents.sdk._sync.secrets",
     "AsyncSecrets": "llm4agents.sdk._async.secrets",
     "SecretInfo": "llm4agents.sdk._secrets",
+    "Template": "llm4agents.sdk._sync.template",
+    "AsyncTemplate": "llm4agents.sdk._async.template",
+    "BuildEvent": "llm4agents.sdk._recipes",
+    "BuiltTemplate": "llm4agents.sdk._recipes",
     "JobInfo": "llm4agents.sdk._jobs",
     "JobRun": "llm4agents.sdk._jobs",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
@@ -104,7 +111,10 @@ __all__ = [
     "AsyncObserver",
     "AsyncSandbox",
     "AsyncSecrets",
+    "AsyncTemplate",
     "BootError",
+    "BuildEvent",
+    "BuiltTemplate",
     "CapacityError",
     "CodeContext",
     "ConflictError",
@@ -149,6 +159,7 @@ __all__ = [
     "SecretInfo",
     "Secrets",
     "ServerUnavailableError",
+    "Template",
     "TemplateBuildError",
     "TemplateNotFoundError",
     "TimedOutError",

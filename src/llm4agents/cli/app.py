@@ -92,7 +92,7 @@ COMMANDS = {
 GROUPS = {
     "template": (
         "templates",
-        ("ls", "build", "rm", "export", "import_"),
+        ("ls", "build", "init", "show", "logs", "cancel", "rm", "export", "import_"),
         "Templates: what sandboxes are cloned from.",
     ),
     "context": (

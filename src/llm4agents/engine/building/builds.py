@@ -422,6 +422,8 @@ class Builds:
     async def _done(
         self, machine: Guest, project: str, step: Step, state: State, output: guest.Output
     ) -> ExitStatus | None:
+        if state.workdir is not None:
+            await guest.make_directory(machine.agent, state.workdir, state.user)
         if step.op == "copy":
             tar = self.copies.find(project, str(step.sha256))
             if tar is None or step.to is None:
@@ -430,8 +432,6 @@ class Builds:
             return None
         command = commands.command(step, state)
         assert command is not None
-        if command.cwd is not None:
-            await guest.make_directory(machine.agent, command.cwd, state.user)
         return await machine.run(
             command.run,
             user=command.user,

@@ -60,7 +60,7 @@ class Audit:
     def add_strangers(self, entry: Entry) -> None:
         """A refusal of somebody who is not known."""
         now_s = clock.boottime_s()
-        gained = (now_s - self._at_s) * limits.AUDIT_REFUSALS_PER_S
+        gained = max(0.0, now_s - self._at_s) * limits.AUDIT_REFUSALS_PER_S
         self._allowance = min(float(limits.AUDIT_REFUSALS_BURST), self._allowance + gained)
         self._at_s = now_s
         if self._allowance < 1:

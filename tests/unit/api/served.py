@@ -69,7 +69,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(place: Path, **env: str) -> Iterator[Served]:
-    """`place`: an empty directory for state, cache and run."""
+    """`place`: an empty directory for state, cache and run. `env`: settings, without their prefix."""
     paths = {"STATE": place / "s", "CACHE": place / "c", "RUN": place / "r", "QEMU": "/nonexistent/qemu"}
     settings = config.load({f"LLM4AGENTS_{name}": str(value) for name, value in {**paths, **env}.items()})
     started = threading.Event()

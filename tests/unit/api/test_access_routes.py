@@ -29,7 +29,7 @@ MINE, THEIRS, NEVER = ("sbx_" + letter * 20 for letter in "mtn")
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("access"), LLM4AGENTS_LOG_LEVEL="debug") as here:
+    with serving(tmp_path_factory.mktemp("access")) as here:
         yield here
 
 

@@ -125,6 +125,11 @@ class Gate:
         call.matched = matched = _TABLE.find(call.method, scope["path"])
         is_open = matched is not None and matched.needs == OPEN
         call.principal = principal = self._caller(scope, call.principal, needed=not is_open)
+        if keys.PREFIX in scope["path"] and _A_KEY.search(scope["path"]):
+            raise InvalidRequestError(
+                "there is an API key in the path",
+                hint="revoke it: paths are in logs; a key goes into a header",
+            )
         if is_open:
             return
         if matched is None:

@@ -22,6 +22,7 @@ use crate::stream::{Kind, Pull, Push, Stream, WINDOW_BYTES_MAX};
 use crate::sys::{self, Epoll, EDGE, HUP, IN, OUT, PRI, RDHUP};
 use crate::transfer::{Sink, Source};
 use crate::users::Cache;
+use crate::volumes::Mounted;
 use crate::worker::Workers;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -91,6 +92,7 @@ pub struct Machine {
     pub random: OwnedFd,
     pub names: Names,
     pub disks: Disks,
+    pub volumes: Mounted,
     pub boot_id: String,
 }
 
@@ -387,7 +389,17 @@ impl Agent {
         let mut ack = Writer::map(if speaks { 5 } else { 2 });
         if speaks {
             let machine: &[&str] = if self.machine.is_some() {
-                &["freeze", "fsfreeze", "post_restore", "set_time", "poweroff", "cgroup", "network", "protect"]
+                &[
+                    "freeze",
+                    "fsfreeze",
+                    "post_restore",
+                    "set_time",
+                    "poweroff",
+                    "cgroup",
+                    "network",
+                    "protect",
+                    "volumes",
+                ]
             } else {
                 &[]
             };

@@ -10,6 +10,7 @@ use crate::nested;
 use crate::network;
 use crate::restore::{Names, BOOT_ID, RUN};
 use crate::sys::{self, cvt};
+use crate::volumes::Mounted;
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
@@ -356,6 +357,7 @@ fn machine(names: Names, upper: OwnedFd) -> Step<Machine> {
         random: sys::open(random, libc::O_RDWR, 0).doing("open /dev/urandom")?,
         names,
         disks: Disks::new(upper),
+        volumes: Mounted::default(),
         boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
     })
 }

@@ -5,7 +5,7 @@
 //!   `stream` (what one stream is doing), `worker` (threads for file calls, which can block);
 //! - verbs: `exec` + `spawn`, `managed` + `log` + `pty`, `ports`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
 //! - trees, in workers: `tar_out`, `tar_in` (`tar` is the format, pure), `search`, `watch`, `attributes`, over `walk` and `glob`;
-//! - the machine: `init` (PID 1's duties), `devices` (which module is for what), `cgroup`, `fsfreeze`, `network`, `nested`, `protect`, `users`,
+//! - the machine: `init` (PID 1's duties), `devices` (which module is for what), `cgroup`, `fsfreeze`, `network`, `nested`, `protect`, `volumes`, `users`,
 //!   `sys` (system calls std lacks).
 //!
 //! The rules: nothing polls on a timer, everything has a bound, the exec path starts no thread, and nothing the
@@ -45,6 +45,7 @@ pub mod tar_in;
 pub mod tar_out;
 pub mod transfer;
 pub mod users;
+pub mod volumes;
 pub mod walk;
 pub mod watch;
 pub mod worker;

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from llm4agents.sdk._async.sandbox import AsyncSandbox
     from llm4agents.sdk._async.secrets import AsyncSecrets
     from llm4agents.sdk._async.template import AsyncTemplate
+    from llm4agents.sdk._async.volumes import AsyncVolume
     from llm4agents.sdk._jobs import JobInfo, JobRun
     from llm4agents.sdk._landing import Downloaded, ProtectedPath
     from llm4agents.sdk._recipes import BuildEvent, BuiltTemplate
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from llm4agents.sdk._sync.sandbox import Sandbox
     from llm4agents.sdk._sync.secrets import Secrets
     from llm4agents.sdk._sync.template import Template
+    from llm4agents.sdk._sync.volumes import Volume
+    from llm4agents.sdk._volumes import VolumeInfo
     from llm4agents.sdk.results import (
         CodeContext,
         EmulationWarning,
@@ -99,6 +102,9 @@ _HOMES = {
     "AsyncTemplate": "llm4agents.sdk._async.template",
     "BuildEvent": "llm4agents.sdk._recipes",
     "BuiltTemplate": "llm4agents.sdk._recipes",
+    "Volume": "llm4agents.sdk._sync.volumes",
+    "AsyncVolume": "llm4agents.sdk._async.volumes",
+    "VolumeInfo": "llm4agents.sdk._volumes",
     "JobInfo": "llm4agents.sdk._jobs",
     "JobRun": "llm4agents.sdk._jobs",
     **dict.fromkeys(_ERRORS.split(), "llm4agents.errors"),
@@ -112,6 +118,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncSecrets",
     "AsyncTemplate",
+    "AsyncVolume",
     "BootError",
     "BuildEvent",
     "BuiltTemplate",
@@ -167,6 +174,8 @@ __all__ = [
     "UnsupportedPlatformError",
     "VersionMismatchError",
     "VmmError",
+    "Volume",
+    "VolumeInfo",
     "__version__",
 ]
 

@@ -95,6 +95,18 @@ KEEP_S: Final = 30 * 86_400
 KEEP_S_MAX: Final = 365 * 86_400
 VOLUME_SLOTS: Final = 4
 VOLUME_SLOT_BYTES: Final = 1_048_576
+VOLUMES_PER_SANDBOX_MAX: Final = VOLUME_SLOTS - 1
+"""`vol0` is for protected paths."""
+VOLUME_MIB_MIN: Final = 8
+VOLUME_MIB_MAX: Final = 1_048_576
+VOLUMES_MAX: Final = 1_000
+"""Of a project, snapshots of volumes included."""
+VOLUME_FLUSH_S: Final = 10.0
+"""How long the end of a sandbox waits for what it has written to volumes to be in them."""
+VOLUME_READER_IDLE_S: Final = 5.0
+"""How long the machine that reads a detached volume's files stays for the next call."""
+VOLUME_READER_S: Final = 600.0
+"""How long it stays at most after its server died, or in one call."""
 TB_SIZE_MIB: Final = 128
 CLOSURE_BYTES_MAX: Final = 536_870_912
 """Program, libraries and firmware of one VMM: the root it is jailed in."""

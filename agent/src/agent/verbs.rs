@@ -12,6 +12,7 @@ use crate::restore;
 use crate::stream::Kind;
 use crate::sys::{self, EDGE, IN, OUT, RDHUP};
 use crate::users::User;
+use crate::volumes;
 
 impl Agent {
     pub(super) fn verb(&mut self, id: u32, request: &Value) -> Outcome<Opened> {
@@ -95,9 +96,15 @@ impl Agent {
             self.machine.as_mut().ok_or_else(|| Failure::invalid("this agent serves a process, not a machine"))?;
         let restore = restore::Request::parse(request)?;
         let protect = Protect::parse(request.get("protect"))?;
+        let volumes = volumes::Wanted::parse(request.get("volumes"))?;
         restore.apply(&machine.random, &mut machine.names)?;
         if let Some(protect) = protect {
             protect.apply()?;
+        }
+        let mut reply = empty_map();
+        if let Some(volumes) = volumes {
+            machine.disks.thaw(); // what is frozen can neither be let go of nor grow
+            reply = machine.volumes.become_wanted(volumes);
         }
         machine.boot_id = restore.boot_id.to_owned();
         exec::forget(std::mem::replace(&mut self.environment, environment));
@@ -112,7 +119,7 @@ impl Agent {
                 machine.sandbox.set_frozen(false).map_err(at("thaw"))?;
             }
         }
-        Ok(empty_map())
+        Ok(reply)
     }
 
     /// Who a verb runs as. Outside a machine only the agent itself.

@@ -40,6 +40,7 @@ from llm4agents.api.routes import (
     templates,
     traffic,
     trees,
+    volumes,
 )
 from llm4agents.errors import (
     AuthenticationError,
@@ -154,6 +155,7 @@ def create_app(context: Context) -> FastAPI:
         templates,
         traffic,
         trees,
+        volumes,
     ):
         app.include_router(module.router)
     app.router.routes.append(Route("/mcp", Mcp(), methods=["GET", "POST", "DELETE"], include_in_schema=False))

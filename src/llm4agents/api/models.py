@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from llm4agents import limits
-from llm4agents.engine import names, network
+from llm4agents.engine import attached, names, network
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -88,6 +88,17 @@ class PortUrl(Body):
     """Of the signature; null: none, for a sandbox that is public, or who has its token."""
 
 
+class Mount(Body):
+    """A volume by id or name, at a path of the guest."""
+
+    volume: Name
+    path: Path
+    mode: Literal["rw", "ro"] = "rw"
+
+    def wish(self) -> attached.Mount:
+        return attached.Mount(self.volume, self.path, self.mode)
+
+
 class Create(WithEnv):
     template: Name = limits.DEFAULT_TEMPLATE
     timeout_s: Annotated[float, Field(gt=0, le=limits.IDLE_TIMEOUT_S_MAX)] = limits.IDLE_TIMEOUT_S
@@ -112,6 +123,9 @@ class Create(WithEnv):
     )
 
     traffic: Traffic | None = None
+    volumes: Annotated[list[Mount], Field(max_length=limits.VOLUMES_PER_SANDBOX_MAX)] = Field(
+        default_factory=list
+    )
 
     @field_validator("metadata")
     @classmethod
@@ -159,7 +173,12 @@ class Resume(Body):
     timeout_s: IdleSeconds | None = None
 
 
+LeaveVolumes = Literal["refuse", "leave"]
+"""What is made of a sandbox that writes to a volume: nothing, or something without it."""
+
+
 class Fork(Body):
+    volumes: LeaveVolumes = "refuse"
     count: Annotated[int, Field(ge=1, le=limits.FORKS_MAX)] = 1
     timeout_s: IdleSeconds | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -173,6 +192,50 @@ class Fork(Body):
 class Snapshot(Body):
     name: Name
     description: Annotated[str, Field(max_length=1024)] = ""
+    volumes: LeaveVolumes = "refuse"
+
+
+VolumeName = Annotated[str, Field(min_length=1, max_length=63)]
+SizeMib = Annotated[int, Field(ge=limits.VOLUME_MIB_MIN, le=limits.VOLUME_MIB_MAX)]
+
+
+class _NewVolume(Body):
+    name: VolumeName
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, value: dict[str, str]) -> dict[str, str]:
+        return _metadata(value)
+
+
+class NewVolume(_NewVolume):
+    """`source`: the volume or snapshot, by id or name, that it begins as a copy of; then `size_mib` may be left out."""
+
+    size_mib: SizeMib | None = None
+    source: Name | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> NewVolume:
+        if self.size_mib is None and self.source is None:
+            raise ValueError("give size_mib, or a source")
+        return self
+
+
+class VolumeSnapshot(_NewVolume):
+    pass
+
+
+class VolumeClone(_NewVolume):
+    size_mib: SizeMib | None = None
+
+
+class VolumeResize(Body):
+    size_mib: SizeMib
+
+
+class Detach(Body):
+    volume: Name
 
 
 def _base64(value: str, what: str) -> bytes:
@@ -362,4 +425,5 @@ def sandbox(row: Any) -> dict[str, Any]:
         "network": row.network or network.NONE,
         "protect": row.protect or [],
         "traffic": {"public": bool((row.traffic or {}).get("public"))},
+        "volumes": attached.shown(row),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,12 @@ Protect = Annotated[
         "--protect", metavar="PATH", help="Of the template, read-only but for the guest's root; repeatable."
     ),
 ]
+Volume = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--volume", "-v", metavar="NAME:/PATH[:ro]", help="A volume, to write to or (ro) read; repeatable."
+    ),
+]
 AllowProtected = Annotated[
     bool,
     typer.Option(
@@ -64,6 +70,23 @@ def network(
         "credentials": credential,
     }
     return {name: value for name, value in found.items() if value}
+
+
+def volumes(given: list[str] | None) -> dict[str, tuple[str, Literal["rw", "ro"]]] | None:
+    """`--volume` options as a `volumes=`; None when there were none."""
+    found: dict[str, tuple[str, Literal["rw", "ro"]]] = {}
+    for item in given or ():
+        name, _, path = item.partition(":")
+        mode: Literal["rw", "ro"] = "rw"
+        if path.endswith(":ro"):
+            path, mode = path[:-3], "ro"
+        path = path.removesuffix(":rw")
+        if not name or not path.startswith("/"):
+            raise typer.BadParameter(f"{item!r} is not NAME:/PATH or NAME:/PATH:ro", param_hint="--volume")
+        if path in found:
+            raise typer.BadParameter(f"{path} is given twice", param_hint="--volume")
+        found[path] = (name, mode)
+    return found or None
 
 
 def pairs(given: list[str] | None, option: str) -> dict[str, str] | None:

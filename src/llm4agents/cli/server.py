@@ -86,7 +86,8 @@ def ca(
 ) -> None:
     """Say where the certificate of the local CA is (--tls-local).
 
-    Clients are given it: as LLM4AGENTS_CA_FILE for the SDK and this command line, as SSL_CERT_FILE for most other programs.
+    Clients are given it: as LLM4AGENTS_CA_FILE for the SDK and this command line, as SSL_CERT_FILE for most other
+    programs.
     """
     import hashlib
     import ssl

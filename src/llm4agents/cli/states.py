@@ -9,6 +9,7 @@ import typer
 from llm4agents.cli import options
 
 Id = Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")]
+LeaveVolumes = Annotated[bool, typer.Option("--leave-volumes", help="Without the volumes it writes to.")]
 
 
 def pause(id: Id, json: options.Json = False) -> None:
@@ -46,6 +47,7 @@ def fork(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds without a call before their time is up.")
     ] = None,
+    leave_volumes: LeaveVolumes = False,
     json: options.Json = False,
 ) -> None:
     """Make sandboxes that are what this one is now, memory, processes and files; it goes on."""
@@ -53,7 +55,9 @@ def fork(
     from llm4agents.cli import ids, output
     from llm4agents.cli.sandboxes import as_dict
 
-    children = Sandbox.connect(ids.resolve(id)).fork(count, timeout=timeout)
+    children = Sandbox.connect(ids.resolve(id)).fork(
+        count, timeout=timeout, volumes="leave" if leave_volumes else "refuse"
+    )
     if json:
         output.emit({"sandboxes": [as_dict(child.info()) for child in children]})
     else:
@@ -65,11 +69,14 @@ def snapshot(
     id: Id,
     name: Annotated[str, typer.Argument(help="The template's name.")],
     description: Annotated[str, typer.Option(help="What it is for.")] = "",
+    leave_volumes: LeaveVolumes = False,
     json: options.Json = False,
 ) -> None:
     """Make a template of a sandbox as it is now; `create --template NAME` clones it."""
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 
-    made = Sandbox.connect(ids.resolve(id)).snapshot(name, description=description)
+    made = Sandbox.connect(ids.resolve(id)).snapshot(
+        name, description=description, volumes="leave" if leave_volumes else "refuse"
+    )
     output.emit(made) if json else print(made["name"])

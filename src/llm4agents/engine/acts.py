@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import structlog
 
 from llm4agents.config import Settings
-from llm4agents.engine import clock, creation, forking, lifecycle, names, pausing
+from llm4agents.engine import attached, clock, creation, forking, lifecycle, names, pausing
 from llm4agents.engine.admission import Admission
+from llm4agents.engine.attached import Mount
 from llm4agents.engine.keeping import Keeper
 from llm4agents.engine.live import Live
 from llm4agents.engine.network import Asked
@@ -42,6 +43,14 @@ T = TypeVar("T")
 
 PAUSE_AGAIN_S = 30.0
 """After a pause at a sandbox's time failed."""
+
+
+def _check_volumes(row: SandboxRow, leave: bool) -> None:
+    if not leave and (entries := attached.writable(row)):
+        raise ConflictError(
+            f"{row.id} writes to {entries[0]['name']}, which has one writer",
+            hint='leave it out of what is made (volumes="leave"), or give that a clone of the volume',
+        )
 
 
 class Acts(ABC):
@@ -253,16 +262,26 @@ class Acts(ABC):
         *,
         idle_timeout_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        leave_volumes: bool = False,
     ) -> list[SandboxRow]:
-        """`count` sandboxes that are what this one is now, running or paused; it goes on. All of them or none."""
+        """`count` sandboxes that are what this one is now, running or paused; it goes on. All of them or none.
+
+        They have the volumes it only reads. Raises ConflictError when it writes to one, unless they are to do without
+        (`leave_volumes`)."""
         if self._closing:
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
-        return await self._to_the_end(self._fork(sandbox, count, idle_timeout_s, metadata))
+        return await self._to_the_end(self._fork(sandbox, count, idle_timeout_s, metadata, leave_volumes))
 
     async def _fork(
-        self, sandbox: str, count: int, idle_timeout_s: float | None, metadata: Mapping[str, str] | None
+        self,
+        sandbox: str,
+        count: int,
+        idle_timeout_s: float | None,
+        metadata: Mapping[str, str] | None,
+        leave_volumes: bool,
     ) -> list[SandboxRow]:
         async with self._photographed(sandbox, "fork") as (row, live):
+            _check_volumes(row, leave_volumes)
             if row.nested:
                 self.check_nested()
             idents = [creation.new_id() for _ in range(count)]
@@ -288,19 +307,23 @@ class Acts(ABC):
                 self._enter(child)
         return [child.row for child in made]
 
-    async def snapshot(self, sandbox: str, name: str, description: str = "") -> Variant:
-        """Make the template `name` of a running or paused sandbox. Raises ConflictError when there is one."""
+    async def snapshot(
+        self, sandbox: str, name: str, description: str = "", leave_volumes: bool = False
+    ) -> Variant:
+        """Make the template `name` of a running or paused sandbox, without its volumes. Raises ConflictError when
+        there is one, or the sandbox writes to a volume and `leave_volumes` is not said."""
         self.templates.check_free(name)
         row = self._check(sandbox, "snapshot")
         self.check_more_templates(row.project)
+        _check_volumes(row, leave_volumes)
         if row.state == "paused" and self.places.env(sandbox):
             # Its environment is in the memory on disk; only its own agent can take it out.
             await self.resume(sandbox)
             try:
-                return await self.snapshot(sandbox, name, description)
+                return await self.snapshot(sandbox, name, description, leave_volumes)
             finally:
                 await self.pause(sandbox, row.reason or "paused by request")
-        return await self._to_the_end(self._snapshot(sandbox, name, description))
+        return await self._to_the_end(self._snapshot(sandbox, name, description, leave_volumes))
 
     def check_more_templates(self, project: str) -> None:
         """Before a template is made that its project has not. Raises QuotaError."""
@@ -308,8 +331,9 @@ class Acts(ABC):
             own = {one.name for one in self.templates.list() if names.project_of(one.name) == project}
             self.quotas.check(project, "templates", len(own), 1)
 
-    async def _snapshot(self, sandbox: str, name: str, description: str) -> Variant:
+    async def _snapshot(self, sandbox: str, name: str, description: str, leave_volumes: bool) -> Variant:
         async with self._photographed(sandbox, "snapshot") as (row, live):
+            _check_volumes(row, leave_volumes)
             return await forking.snapshot(self.node, row, live, name, description)
 
     @contextlib.asynccontextmanager
@@ -326,6 +350,52 @@ class Acts(ABC):
         finally:
             self._photographing -= 1
             self._sweep_layers()  # of one that failed, or whose sandbox ended meanwhile
+
+    @contextlib.asynccontextmanager
+    async def _still(self, sandbox: str) -> AsyncIterator[None]:
+        """Within it nothing of a sandbox moves: of one that runs, its processes, file systems and processors; one
+        that is paused is not resumed. Raises ConflictError while it is being made, SandboxDiedError."""
+        async with self._alone(sandbox):
+            row, live = self.store.get(sandbox), self._live.get(sandbox)
+            if live is not None:
+                with self._held(live):
+                    async with pausing.standing_still(live, "a copy of its volume", sync=True):
+                        yield
+            elif row is None or row.state == "creating":
+                raise ConflictError(
+                    f"{sandbox} is being made, with that volume", hint="try again in a moment"
+                )
+            else:
+                yield
+
+    async def attach(self, sandbox: str, mount: Mount) -> SandboxRow:
+        """Give a paused sandbox one more volume, which is mounted when it is resumed. Raises ConflictError when it
+        runs, or somebody else has the volume."""
+        return await self._to_the_end(self._attach(sandbox, mount))
+
+    async def _attach(self, sandbox: str, mount: Mount) -> SandboxRow:
+        async with self._alone(sandbox):
+            row = self._paused(sandbox, "attached to")
+            await self.node.volumes.attach(row, mount)
+            return row
+
+    async def detach(self, sandbox: str, volume: str) -> SandboxRow:
+        """Take a volume from a paused sandbox; it is free at once. Raises NotFoundError, ConflictError when it runs."""
+        return await self._to_the_end(self._detach(sandbox, volume))
+
+    async def _detach(self, sandbox: str, volume: str) -> SandboxRow:
+        async with self._alone(sandbox):
+            row = self._paused(sandbox, "detached from")
+            self.node.volumes.detach(row, volume, self.places.chain(row)[0])
+            return row
+
+    def _paused(self, sandbox: str, act: str) -> SandboxRow:
+        row = self._check(sandbox, "extend")
+        if row.state != "paused":
+            raise ConflictError(
+                f"a volume is {act} a paused sandbox, and {sandbox} is {row.state}", hint="pause it"
+            )
+        return row
 
     async def update_network(
         self, sandbox: str, value: Any, progress: Progress = silent

@@ -88,10 +88,16 @@ async def _take_over(row: SandboxRow, machine: Machine, node: Node) -> Live:
     env = node.places.env(row.id)
     if row.state == "resuming":
         variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)
-        boot_id = await creation.identify(
-            agent, row.id, {**variant.environment, **env}, linked=node.networks.linked(row.id)
+        known = await creation.identify(
+            agent,
+            row.id,
+            {**variant.environment, **env},
+            linked=node.networks.linked(row.id),
+            volumes=node.volumes.of(row).request(),
+            without=True,
         )
-        return await pausing.running(node, row, creation.Woken(machine, agent, boot_id), env)
+        woken = creation.Woken(machine, agent, known.boot_id, unmounted=known.unmounted, busy=known.busy)
+        return await pausing.running(node, row, woken, env)
     await agent.thaw()
     if env:  # a snapshot that was not finished had made it forget
         variant, _ = await node.templates.by_key(row.template, row.template_key, loadable=False)

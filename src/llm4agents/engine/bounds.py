@@ -50,11 +50,14 @@ def file_bytes_max(disk_mib: int) -> int:
     return (disk_mib + disk_mib // 4 + 128) * _MIB
 
 
-def on_host(machine: Machine, stored: Mapping[str, Any] | None) -> None:
-    """What the host bounds of a machine that runs; idempotent. Raises ConflictError when it has ended."""
+def on_host(machine: Machine, stored: Mapping[str, Any] | None, volume_bytes: int = 0) -> None:
+    """What the host bounds of a machine that runs; idempotent. Raises ConflictError when it has ended.
+
+    One bound is for all its files, so of one that writes to a volume of `volume_bytes` it is that at least.
+    """
     bounds = Bounds.of(stored)
     if bounds.disk_mib is not None:
-        machine.limit_files(file_bytes_max(bounds.disk_mib))
+        machine.limit_files(max(file_bytes_max(bounds.disk_mib), volume_bytes))
 
 
 async def in_guest(agent: Agent, bounds: Bounds) -> None:

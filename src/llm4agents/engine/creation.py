@@ -11,18 +11,20 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llm4agents import limits
 from llm4agents.barrier.barrier import Link
-from llm4agents.engine import bounds, clock, contact, contexts, tops
+from llm4agents.engine import attached, bounds, clock, contact, contexts, tops
+from llm4agents.engine.attached import Attached
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.protecting import Protection
-from llm4agents.errors import BootError, CapacityError, HostSetupError, LLM4AgentsError
+from llm4agents.errors import BootError, CapacityError, GuestError, HostSetupError, LLM4AgentsError
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Disk, Driver, Machine, Placement, Snapshot
@@ -74,6 +76,10 @@ class Woken:
     boot_id: str
     linked: bool = False
     """Whether its NIC leads anywhere (`engine.network`)."""
+    unmounted: Mapping[str, str] = field(default_factory=dict)
+    """Volumes that could not be mounted, by their attachment's id, and why."""
+    busy: tuple[str, ...] = ()
+    """Slots whose former volume something in the guest still has in use."""
 
 
 def placed(ident: str, run_dir: Path, deadline_unix: float, link: Link | None) -> Placement:
@@ -103,14 +109,16 @@ async def wake(
     while_starting: Callable[[], None] = lambda: None,
     while_waking: Callable[[Machine], None] = lambda _: None,
     protect: Mapping[str, object] | None = None,
+    volumes: Sequence[Mapping[str, object]] = (),
+    without: bool = False,
     before_running: Callable[[Machine], Awaitable[None]] | None = None,
 ) -> Woken:
     """Clone `origin` into `places.run(ident)` (made already), let it run, and make it a machine of its own.
 
     `while_starting` is called while the VMM starts, `while_waking` while the guest wakes up: room for a store's
-    writes; `protect` is mounted before a process runs; `before_running` is waited for when it is loaded and stands
-    still. Nothing runs any more when this raises (BootError when the guest does not answer in time). `link` is used
-    up, whatever happens.
+    writes; `protect` and `volumes` are mounted before a process runs; `before_running` is waited for when it is
+    loaded and stands still. Nothing runs any more when this raises (BootError when the guest does not answer in
+    time). `link` is used up, whatever happens.
     """
     machine: Machine | None = None
     deadline = clock.wall_s() + CREATE_GRACE_S
@@ -137,8 +145,16 @@ async def wake(
             finally:
                 agent = await greeting
             environment = {**origin.variant.environment, **env}
-            boot_id = await identify(agent, ident, environment, linked=link is not None, protect=protect)
-        return Woken(machine, agent, boot_id, linked=link is not None)
+            known = await identify(
+                agent,
+                ident,
+                environment,
+                linked=link is not None,
+                protect=protect,
+                volumes=volumes,
+                without=without,
+            )
+        return Woken(machine, agent, known.boot_id, link is not None, known.unmounted, known.busy)
     except BaseException as error:
         if machine is not None:
             with contextlib.suppress(LLM4AgentsError):
@@ -154,6 +170,15 @@ async def wake(
             link.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """As `Woken` has them."""
+
+    boot_id: str
+    unmounted: Mapping[str, str]
+    busy: tuple[str, ...]
+
+
 async def identify(
     agent: Agent,
     ident: str,
@@ -161,14 +186,17 @@ async def identify(
     *,
     linked: bool,
     protect: Mapping[str, object] | None = None,
-) -> str:
-    """Make the machine another than its twins: entropy, clock, names; its processes run on. The new boot id.
+    volumes: Sequence[Mapping[str, object]] | None = None,
+    without: bool = False,
+) -> Identified:
+    """Make the machine another than its twins: entropy, clock, names; its processes run on.
 
     Its network is up before they do, or (not `linked`) down: what is dialled then fails at once. What is to `protect`
-    is covered before they do, too.
+    is covered before they do, too, and `volumes` are mounted, and no others (None: those that are). A volume that
+    cannot be is a GuestError, unless it is to go on `without`.
     """
     boot_id = secrets.token_hex(16)
-    await agent.post_restore(
+    unmounted, busy = await agent.post_restore(
         entropy=os.urandom(64),
         unix_ns=time.time_ns(),
         hostname=host_name(ident),
@@ -177,8 +205,11 @@ async def identify(
         env=env,
         network=linked,
         protect=protect,
+        volumes=volumes,
     )
-    return boot_id
+    if unmounted and not without:
+        raise GuestError(f"a volume could not be mounted: {next(iter(unmounted.values()))}", code="io")
+    return Identified(boot_id, unmounted, busy)
 
 
 async def create(
@@ -194,6 +225,7 @@ async def create(
     free_bytes: Callable[[], int],
     protection: Protection | None = None,
     source: Path | None = None,
+    volumes: Attached | None = None,
 ) -> Live:
     """Clone `origin` for `row` (not stored yet): of a create its template, of a fork a photograph. On failure nothing
     is left but a row in state `failed`. `link` is used up, whatever happens; `source`: as `prepare` has it."""
@@ -213,6 +245,8 @@ async def create(
         disks = await prepare(row.id, origin.variant, places, under, source)
         if protection is not None:
             disks = (*disks, await protection.disk(top))
+        if volumes is not None:
+            disks = (*disks, *await volumes.disks(top, fresh=True))
         places.keep_env(row.id, env)
         woken = await wake(
             row.id,
@@ -226,6 +260,7 @@ async def create(
             while_waking=lambda machine: store.change(row, record=machine.record.to_json()),
             # What a photograph is of has it mounted.
             protect=protection.request() if protection is not None and origin.diff is None else None,
+            volumes=() if volumes is None else volumes.request(),
         )
     except BaseException as error:
         if link is not None:
@@ -239,10 +274,12 @@ async def create(
     try:
         if asked:
             if can.bounds_files:
-                bounds.on_host(woken.machine, row.limits)
+                bounds.on_host(woken.machine, row.limits, 0 if volumes is None else volumes.bytes_max)
             await bounds.in_guest(woken.agent, asked)
         now = clock.stamp()
-        store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s)
+        left = attached.resumed(row, {}, woken.busy)
+        changes: dict[str, Any] = {} if left == row.volumes else {"volumes": left}
+        store.transition(row, "running", None, now, boot_id=woken.boot_id, started_at=now.wall_s, **changes)
     except BaseException as error:
         await asyncio.shield(woken.machine.stop())
         places.remove(row.id)

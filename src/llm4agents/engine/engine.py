@@ -21,6 +21,7 @@ from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
 from llm4agents.engine import (
     adoption,
+    attached,
     clock,
     contact,
     creation,
@@ -34,6 +35,7 @@ from llm4agents.engine import (
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
+from llm4agents.engine.attached import Mount
 from llm4agents.engine.audit import Audit
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.building.builds import Builds
@@ -59,6 +61,8 @@ from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
 from llm4agents.engine.traffic import Traffic
 from llm4agents.engine.usage import Meter
+from llm4agents.engine.volume_files import VolumeFiles
+from llm4agents.engine.volumes import Volumes
 from llm4agents.errors import (
     CapacityError,
     ConflictError,
@@ -112,6 +116,8 @@ class Wish:
     """Whether anybody may reach its ports."""
     project: str = DEFAULT
     """Whose it is; `template` is then a ref (`engine.names`)."""
+    volumes: tuple[Mount, ...] = ()
+    """As `attached.wanted` gives them."""
 
 
 class Engine(Acts):
@@ -162,6 +168,8 @@ class Engine(Acts):
         self._creators: set[asyncio.Task[Any]] = set()
         self._unwritten: list[Callable[[], None]] = []
         self._closing = False
+        self.volumes = Volumes(store, settings.state, free_bytes=self._free_bytes, still=self._still)
+        self.volumes.quota_bytes = self._volume_quota
         self.node = Node(
             self.drivers,
             store,
@@ -172,7 +180,9 @@ class Engine(Acts):
             self._free_bytes,
             self._unwritten.append,
             self.networks,
+            self.volumes,
         )
+        self.volume_files = VolumeFiles(self.node, self.volumes, self.admission)
         self.templates.users_of = store.lying_on
         self._keeper = Keeper(store, self._expire)
 
@@ -197,6 +207,7 @@ class Engine(Acts):
         for row in self.store.alive():
             if row.state == "paused" and row.ending is not None:
                 await self.kill(row.id, row.ending)  # its server died while it ended it
+        self.volumes.settle()
         self.meter.start()
         self._spawn(self.meter.run())
         self.jobs.start()
@@ -216,6 +227,7 @@ class Engine(Acts):
         while self._creators:
             await asyncio.wait(self._creators)
         await self.pool.close()
+        await self.volume_files.close()
         while self._acts:  # what they make is ended, paused or left below
             await asyncio.wait(self._acts)
         if keep:
@@ -298,7 +310,7 @@ class Engine(Acts):
         assert creator is not None
         self._creators.add(creator)
         # A machine of the pool runs already: its processes have seen the paths that would be covered.
-        pooled = None if wish.protect else self.pool.take(shape, linked=asked.needs_link)
+        pooled = None if wish.protect or wish.volumes else self.pool.take(shape, linked=asked.needs_link)
         ident, live = pooled.ident if pooled is not None else creation.new_id(), None
         env = {**asked.environment, **wish.env}
         self.quotas.charge(ident, share)
@@ -323,6 +335,7 @@ class Engine(Acts):
                     shape, progress
                 )
                 row = self._row(ident, wish, asked, variant, can.accelerator)
+                row.volumes = await self.volumes.claim(ident, wish.project, wish.volumes, variant.left_slots)
                 protection = await self.protecting.of(row, variant, snapshot)
                 async with self.admission.turn():
                     live = await creation.create(
@@ -336,6 +349,7 @@ class Engine(Acts):
                         on_deadline=self._on_deadline,
                         free_bytes=self._free_bytes,
                         protection=protection,
+                        volumes=self.volumes.of(row),
                     )
             self._enter(live)
             if asked.files:
@@ -345,6 +359,8 @@ class Engine(Acts):
             if live is None:
                 self.admission.release(ident)
                 self.quotas.release(ident, share)
+                if wish.volumes:
+                    self.volumes.release(ident)
             self._creators.discard(creator)
             self.creating -= 1
             if self.store.checkpoint_due():
@@ -377,6 +393,7 @@ class Engine(Acts):
             nested=variant.nested,
             defaults=variant.defaults,
             project=wish.project,
+            volumes=attached.stored(attached.left(variant.left_slots)),
             traffic=Traffic(public=wish.public).stored(),
         )
 
@@ -460,6 +477,8 @@ class Engine(Acts):
             self.store.change(live.row, ending=reason)
         live.end_error = live.end_error or SandboxDiedError(f"{live.row.id} ended: {reason}")
         try:
+            if attached.writable(live.row) and not live.agent.session.closed.done():
+                await self._flush(live)
             with contextlib.suppress(LLM4AgentsError):
                 await asyncio.shield(live.machine.stop())
             with contextlib.suppress(LLM4AgentsError):
@@ -480,6 +499,18 @@ class Engine(Acts):
         finally:
             self._live.pop(live.row.id, None)
             live.ended.set()
+
+    def _volume_quota(self, project: str) -> int | None:
+        bound = self.quotas.bound(project, "volumes_mib")
+        return None if bound is None else int(bound) << 20
+
+    async def _flush(self, live: Live) -> None:
+        """What its processes have written to volumes is in them, and nothing comes after; as far as the guest lets
+        us."""
+        with contextlib.suppress(LLM4AgentsError, OSError, TimeoutError):
+            await live.write_deadline(at_least_s=limits.VOLUME_FLUSH_S)
+            async with asyncio.timeout(limits.VOLUME_FLUSH_S):
+                await live.agent.freeze(fs=True)
 
     def _settle(self) -> None:
         """Write what could not be written while the disk was full; ends come first in `places.remove`."""
@@ -575,7 +606,11 @@ class Engine(Acts):
         """Disk use of this node, by part, in bytes that are allocated. Blocks: for a thread."""
         entries = [*self.templates.cache.du()]
         data = [{"name": entry.name, "path": str(entry.path), "bytes": entry.bytes} for entry in entries]
-        for name, path in (("sandboxes", self.places.sandboxes), ("store", self.store.path)):
+        for name, path in (
+            ("sandboxes", self.places.sandboxes),
+            ("volumes", self.volumes.files.root),
+            ("store", self.store.path),
+        ):
             size = tree_bytes(path) if path.is_dir() else path.stat().st_blocks * 512
             data.append({"name": name, "path": str(path), "bytes": size})
         return {"data": data, "total_bytes": sum(entry["bytes"] for entry in data)}

@@ -16,14 +16,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from llm4agents import limits
-from llm4agents.engine import clock, creation, parts, tops
+from llm4agents.barrier.barrier import Link
+from llm4agents.engine import attached, clock, creation, parts, tops
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.pausing import cold_helps, frozen_of, standing_still, told_as_end
+from llm4agents.engine.protecting import Protection
 from llm4agents.engine.tops import Taken
 from llm4agents.errors import CapacityError, ConflictError, LLM4AgentsError
 from llm4agents.store import SandboxRow
@@ -40,6 +43,8 @@ class Photograph:
     disk: Taken
     env: Mapping[str, str]
     stopped_ms: float
+    overlays: Mapping[str, Path]
+    """What the disks of volumes that are only read were then, by slot."""
 
 
 @contextlib.asynccontextmanager
@@ -55,22 +60,28 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
         with cold_helps():
             diff = frozen_of(node, row)
             taken = await form.take(node, row, None, variant, node.places.photographs)
-            yield Photograph(variant, base, diff, taken, env, 0.0)
+            top = node.places.chain(row)[0]
+            overlays = {slot: attached.overlay(top, slot) for slot in node.volumes.of(row).reading_slots}
+            yield Photograph(variant, base, diff, taken, env, 0.0, overlays)
         return
     if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:
         raise CapacityError(f"{row.id} cannot be photographed: the host's disk is full", hint="free space")
     directory = node.places.photographs / secrets.token_hex(8)
     copy = directory.with_suffix(".raw")
     directory.parent.mkdir(mode=0o700, exist_ok=True)
+    overlays = {}
     try:
         async with standing_still(live, "a photograph of it", sync=False):
             began = time.perf_counter()
             checkpoint = await live.machine.checkpoint(directory, base=base)
+            overlays = await node.volumes.of(row).photograph(node.places.chain(row)[0], directory)
             taken = await form.take(node, row, live, variant, copy)
             stopped = (time.perf_counter() - began) * 1000
         diff = await checkpoint.durable(sync=False)
-        yield Photograph(variant, base, diff, taken, env, round(stopped, 1))
+        yield Photograph(variant, base, diff, taken, env, round(stopped, 1), overlays)
     finally:
+        for path in overlays.values():
+            path.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, directory, True)
 
@@ -115,6 +126,7 @@ async def _fork_one(
 ) -> Live:
     began = clock.stamp()
     protection = await node.protecting.of(parent, taken.variant, taken.base)
+    link = await node.networks.link_of(parent)
     row = replace(
         parent,
         id=ident,
@@ -133,12 +145,23 @@ async def _fork_one(
         pause=None,
         disk=tops.of(taken.variant.disk_format).chain(taken.disk.under),
         parent=parent.id,
+        volumes=node.volumes.share(parent, ident),
     )
+    try:
+        return await _created(node, row, taken, link, protection)
+    except BaseException:
+        node.volumes.release(ident)
+        raise
+
+
+async def _created(
+    node: Node, row: SandboxRow, taken: Photograph, link: Link | None, protection: Protection | None
+) -> Live:
     return await creation.create(
         row,
         Origin(taken.variant, taken.base, taken.diff),
         taken.env,
-        link=await node.networks.link_of(parent),
+        link=link,
         driver=node.driver_of(taken.base),
         store=node.store,
         places=node.places,
@@ -146,6 +169,7 @@ async def _fork_one(
         free_bytes=node.free_bytes,
         protection=protection,
         source=taken.disk.source,
+        volumes=node.volumes.of(row, taken.overlays),
     )
 
 
@@ -202,6 +226,7 @@ async def snapshot(
                 created_at=time.time(),
                 family=taken.variant.family or taken.variant.name,
                 description=description,
+                left_slots=tuple(sorted({entry["slot"] for entry in row.volumes or ()})),
             )
             parts.save(variant, built)
             await asyncio.to_thread(partial(cache.publish, built, dest))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llm4agents.engine.network import Networks
     from llm4agents.engine.protecting import Protecting
     from llm4agents.engine.templates import Templates
+    from llm4agents.engine.volumes import Volumes
 
 TOP = "upper.qcow2"
 
@@ -130,6 +131,7 @@ class Node:
     later: Callable[[Callable[[], None]], None]
     """For a write of the store that its full disk refused: done as soon as there is room."""
     networks: Networks
+    volumes: Volumes
 
     def driver_of(self, snapshot: Snapshot) -> Driver:
         """The one that made it, and that alone can load it."""

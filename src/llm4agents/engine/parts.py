@@ -90,6 +90,8 @@ class Variant:
     """Whether its machines have a `/dev/kvm` that works."""
     disk_format: Literal["qcow2", "raw"] = "qcow2"
     """Of its clones' disks (`engine.tops`)."""
+    left_slots: tuple[str, ...] = ()
+    """Of disks that its memory may have volumes in, which a clone has not: no other volume goes there."""
     user: str | None = None
     """Whose rights commands in its clones have that name nobody; None: `user`."""
     workdir: str | None = None
@@ -214,6 +216,7 @@ def save(variant: Variant, directory: Path) -> None:
         "vmm": variant.vmm,
         "nested": variant.nested,
         "disk_format": variant.disk_format,
+        "left_slots": list(variant.left_slots),
         "user": variant.user,
         "workdir": variant.workdir,
         "start": variant.start,
@@ -262,6 +265,7 @@ def load(path: Path, blob: Any) -> Variant:
             vmm=str(body.get("vmm") or _vmm_of(path)),
             nested=bool(body.get("nested")),
             disk_format="raw" if raw else "qcow2",
+            left_slots=tuple(str(slot) for slot in body.get("left_slots") or ()),
             user=body.get("user"),
             workdir=body.get("workdir"),
             start=body.get("start"),

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import bounds, clock, contact, creation, tops, usage
+from llm4agents.engine import attached, bounds, clock, contact, creation, tops, usage
 from llm4agents.engine.building import starting
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.live import Live
@@ -214,7 +214,8 @@ def _words(error: BaseException) -> str:
 def _disk_durable(node: Node, row: SandboxRow) -> None:
     """All of a sandbox's disk, and which files it is. Blocks."""
     top, under = node.places.chain(row)
-    for path in (top, *under, top.parent, *([node.places.layers] if under else [])):
+    volumes = [node.volumes.files.path(entry["volume"]) for entry in attached.writable(row)]
+    for path in (top, *under, top.parent, *([node.places.layers] if under else []), *volumes):
         fsync(path)  # of a layer that has not changed since its last it costs nothing
     if under or top.name != tops.of(top).first:
         node.store.checkpoint()
@@ -268,6 +269,8 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
         top, under = places.chain(row)
         protection = await node.protecting.of(row, variant, base)
         more = () if protection is None else (await protection.disk(top),)
+        volumes = node.volumes.of(row)
+        more = (*more, *await volumes.disks(top, fresh=False))
         woken = await creation.wake(
             row.id,
             Origin(variant, base, frozen),
@@ -276,6 +279,8 @@ async def _resume(node: Node, row: SandboxRow) -> Live:
             driver=node.driver_of(base),
             places=places,
             link=await node.networks.link_of(row),
+            volumes=volumes.request(),
+            without=True,
             before_running=before_running,
         )
     except BaseException as error:
@@ -294,10 +299,17 @@ def back_to_paused(node: Node, row: SandboxRow, ran: bool, why: str) -> None:
     moved(node, row, "paused", f"resume failed: {why}"[:300], record=None, pause=body)
 
 
-async def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[str, str]) -> Live:
+async def running(
+    node: Node,
+    row: SandboxRow,
+    woken: creation.Woken,
+    env: dict[str, str],
+) -> Live:
+    for words in woken.unmounted.values():  # a memory is not given up for one
+        log.warning("volume_not_mounted", sandbox=row.id, error=words)
     with contextlib.suppress(HostSetupError):  # of a VMM removed under a sandbox that is being adopted
         if (await node.drivers.can(woken.machine.record.driver)).bounds_files:
-            bounds.on_host(woken.machine, row.limits)
+            bounds.on_host(woken.machine, row.limits, node.volumes.of(row).bytes_max)
     now = clock.stamp()
     node.store.transition(
         row,
@@ -309,6 +321,7 @@ async def running(node: Node, row: SandboxRow, woken: creation.Woken, env: dict[
         life_ends_at=now.wall_s + row.life_s,
         paused_at=None,
         pause=None,
+        volumes=attached.resumed(row, woken.unmounted, woken.busy),
     )
     for path in (node.places.used(row.id), node.places.pause(row.id)):
         shutil.rmtree(path, ignore_errors=True)
@@ -337,6 +350,8 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         top, under = places.chain(row)
         protection = await node.protecting.of(row, variant, base)
         more = () if protection is None else (await protection.disk(top),)
+        volumes = node.volumes.of(row)
+        more = (*more, *await volumes.disks(top, fresh=True))
         spec = MachineSpec(
             vcpus=row.vcpus,
             memory_mib=row.memory_mib,
@@ -358,7 +373,15 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
         agent = await contact.greet(machine, timeout=limits.BOOT_TIMEOUT_S)
         # Before its services are there: the signal that reseeds a frozen interpreter ends one that is starting.
         protect = None if protection is None else protection.request()
-        boot_id = await creation.identify(agent, row.id, {}, linked=link is not None, protect=protect)
+        known = await creation.identify(
+            agent,
+            row.id,
+            {},
+            linked=link is not None,
+            protect=protect,
+            volumes=volumes.request(),
+            without=True,
+        )
         await warm_up(agent, node.templates.spec_of(variant), progress, services_only=True)
         await agent.set_env({**variant.environment, **env})
         await starting.again(agent, variant, progress)
@@ -369,7 +392,9 @@ async def resume_cold(node: Node, row: SandboxRow, progress: Progress = silent) 
                 await asyncio.shield(machine.stop())
         back_to_paused(node, row, ran, _words(error))
         raise
-    return await running(node, row, creation.Woken(machine, agent, boot_id), env)
+    return await running(
+        node, row, creation.Woken(machine, agent, known.boot_id, unmounted=known.unmounted), env
+    )
 
 
 async def _driver_of_cold(node: Node, row: SandboxRow, base: Snapshot) -> Driver:

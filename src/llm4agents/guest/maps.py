@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgpack
 
 from llm4agents.errors import InvalidRequestError, ProtocolError
-from llm4agents.limits import CONTROL_BYTES_MAX, PATH_BYTES_MAX
+from llm4agents.limits import CONTROL_BYTES_MAX, PATH_BYTES_MAX, VOLUME_SLOTS
 
 ITEMS_MAX: Final = 256
 """Entries of one array or map. Small, because nesting multiplies what a header makes us allocate."""
@@ -190,8 +190,21 @@ class Fields:
             raise self._wrong(name, "a list of maps")
         return [Fields(item, name) for item in value]
 
+    def maybe_maps(self, name: str, most: int) -> list[Fields]:
+        if self._body.get(name) is None:
+            return []
+        return self.maps(name)[:most]
+
     def texts(self, name: str, chars_max: int = 64) -> tuple[str, ...]:
         value = self._body.get(name, ())
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
             raise self._wrong(name, "a list of text")
         return tuple(printable(item, chars_max) for item in value)
+
+
+def unmounted(fields: Fields) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Of `post_restore`'s answer: the volumes that could not be mounted, by id, and why; the slots whose former
+    volume is still in use in the guest."""
+    found = fields.maybe_maps("volumes", VOLUME_SLOTS)
+    failed = {entry.text("id", 64): entry.text("error") for entry in found}
+    return failed, fields.texts("busy")[:VOLUME_SLOTS]

@@ -394,13 +394,15 @@ class Agent(ManagedVerbs):
         network: bool | None = None,
         thaw: bool = True,
         protect: Mapping[str, object] | None = None,
+        volumes: Sequence[Mapping[str, object]] | None = None,
         timeout: float = VERB_TIMEOUT_S,
-    ) -> None:
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Make a clone a machine of its own; the first call after every resume. 64 bytes of `entropy`.
 
         `network`: whether its NIC is to be up, None to leave it; an older agent has no NIC and ignores it.
         `protect` (docs/design/protocol.md): paths to cover before anything runs; VersionMismatchError when the agent is
-        too old for it.
+        too old for it. `volumes`: all that are to be mounted from now on, None to leave those that are. The
+        answer: which of them could not be, by id, and why; and the slots whose former volume is still in use in there.
         """
         if len(entropy) != 64:
             raise InvalidRequestError("post_restore takes 64 bytes of entropy")
@@ -416,7 +418,11 @@ class Agent(ManagedVerbs):
         if protect is not None:
             self.session.need("protect", "protecting paths")
             arguments["protect"] = dict(protect)
-        await self._call("post_restore", arguments, timeout=timeout)
+        if volumes or (volumes is not None and "volumes" in self.session.hello.capabilities):
+            self.session.need("volumes", "mounting volumes")
+            arguments["volumes"] = [dict(volume) for volume in volumes]
+        reply = await self._call("post_restore", arguments, timeout=timeout)
+        return self._read(maps.unmounted, reply)
 
     async def set_time(self, unix_ns: int, *, timeout: float = VERB_TIMEOUT_S) -> None:
         await self._call("set_time", {"unix_ns": unix_ns}, timeout=timeout)

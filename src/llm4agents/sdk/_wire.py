@@ -26,7 +26,7 @@ from llm4agents.errors import (
     UnsupportedPlatformError,
     from_wire,
 )
-from llm4agents.sdk import results
+from llm4agents.sdk import _volumes, results
 
 HOME = "/home/user"
 ANSWER_SLACK_S = 30.0
@@ -131,6 +131,7 @@ def create_body(
     auto_resume: bool | None = None,
     keep: float | None = None,
     protect: Sequence[str] = (),
+    volumes: Mapping[str, _volumes.Wanted] | None = None,
     vmm: str | None = None,
     nested: bool = False,
     traffic: Mapping[str, bool] | None = None,
@@ -164,6 +165,7 @@ def create_body(
         "keep_s": keep,
         "network": None if network is None else network_of(network),
         "protect": list(protect) or None,
+        "volumes": _volumes.mounts(volumes),
         "vmm": vmm,
         "nested": nested or None,
         "traffic": None if traffic is None else traffic_of(traffic),
@@ -397,7 +399,7 @@ def named(error: LLM4AgentsError, sandbox: str | None) -> LLM4AgentsError:
     if sandbox is not None:
         error.details = {"sandbox": sandbox, **error.details}
         if sandbox not in message:
-            message = f"sandbox {sandbox}: {message}"
+            message = f"{'volume' if sandbox.startswith('vol_') else 'sandbox'} {sandbox}: {message}"
     error.message, error.hint = message, hint
     error.args = (message if hint is None else f"{message} ({hint})",)
     return error

@@ -359,6 +359,8 @@ class SandboxInfo:
     """Paths that only the guest's root could change."""
     traffic: dict[str, Any] | None = None
     """`public`: whether anybody may reach its ports."""
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    """Attached ones: `volume` (id), `name`, `path`, `mode`, and `error` when it could not be mounted at a resume."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The server's whole answer."""
 

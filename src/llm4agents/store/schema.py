@@ -161,6 +161,15 @@ volumes = Table(
     UniqueConstraint("project", "name"),
 )
 
+volume_holds = Table(
+    "volume_holds",
+    metadata,
+    Column("volume", String, primary_key=True),
+    Column("holder", String, primary_key=True),  # a sandbox; the volume it is copied to; a machine that reads
+    Column("mode", String, nullable=False),  # rw | ro | copy
+    Column("at", Float, nullable=False),
+)
+
 secrets = Table(
     "secrets",
     metadata,

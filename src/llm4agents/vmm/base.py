@@ -60,6 +60,10 @@ class Disk:
     """For qcow2: the files it lies over, nearest first; all but the last are qcow2 too."""
     base_format: Literal["raw", "qcow2"] = "raw"
     """Of the last of `backing`."""
+    lasts: bool = False
+    """What it holds outlives the machine (a volume): the guest's flushes reach the host's disk, and the file (of one
+    that lies over others the last of those) is locked as long as the VMM lives, for itself alone or (that) to be read
+    by many. ConflictError when another has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ QUIET: Final = frozenset(
 
 _READ, _USE = "read sandboxes", "sandboxes"
 _SANDBOX = "/v1/sandboxes/{sandbox}"
+_VOLUME = "/v1/volumes/{volume}"
 
 TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     "/openapi.json": {"GET": OPEN, "HEAD": OPEN},
@@ -56,6 +57,16 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     # secrets
     "/v1/secrets": {"GET": "read secrets"},
     "/v1/secrets/{name}": {"PUT": "secrets", "DELETE": "secrets"},
+    # volumes
+    "/v1/volumes": {"GET": "read volumes", "POST": "volumes"},
+    _VOLUME: {"GET": "read volumes", "DELETE": "volumes"},
+    f"{_VOLUME}/snapshot": {"POST": "volumes"},
+    f"{_VOLUME}/clone": {"POST": "volumes"},
+    f"{_VOLUME}/resize": {"POST": "volumes"},
+    f"{_VOLUME}/files": {"GET": "volumes"},
+    f"{_VOLUME}/files/stat": {"GET": "volumes"},
+    f"{_VOLUME}/files/list": {"GET": "volumes"},
+    f"{_VOLUME}/files/tar": {"GET": "volumes"},
     # sandboxes
     "/v1/sandboxes": {"GET": _READ, "POST": _USE},
     _SANDBOX: {"GET": _READ, "DELETE": _USE},
@@ -70,6 +81,8 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     f"{_SANDBOX}/timeout": {"POST": _USE},
     f"{_SANDBOX}/traffic": {"GET": _USE, "POST": _USE},
     f"{_SANDBOX}/traffic/urls": {"POST": _USE},
+    f"{_SANDBOX}/volumes": {"POST": _USE},
+    f"{_SANDBOX}/volumes/detach": {"POST": _USE},
     f"{_SANDBOX}/network": {"GET": _READ, "PUT": _USE},
     f"{_SANDBOX}/network/why": {"POST": _READ},
     f"{_SANDBOX}/network/log": {"GET": _READ},

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
-from llm4agents.engine import lifecycle, protecting
+from llm4agents.engine import attached, lifecycle, protecting
 from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.engine import Engine, Wish
 from llm4agents.engine.templates import Progress
@@ -27,6 +27,7 @@ async def create(body: models.Create, request: Request) -> Response:
     principal = context.principal(request)
     template = context.template(request, body.template)
     vcpus, memory_mib = context.of(request).engine.templates.size(template)
+    protect = protecting.wanted(context.guest_path(path) for path in body.protect)
     wish = Wish(
         template=template,
         idle_timeout_s=body.timeout_s,
@@ -44,7 +45,8 @@ async def create(body: models.Create, request: Request) -> Response:
         auto_resume=body.auto_resume,
         keep_s=body.keep_s,
         network=body.network,
-        protect=protecting.wanted(context.guest_path(path) for path in body.protect),
+        protect=protect,
+        volumes=attached.wanted((mount.wish() for mount in body.volumes), protect),
         project=principal.project,
         public=body.traffic is not None and body.traffic.public,
     )

@@ -42,7 +42,11 @@ async def resume(sandbox: str, body: models.Resume, request: Request) -> Respons
 @router.post("/fork", status_code=201)
 async def fork(sandbox: str, body: models.Fork, request: Request) -> Response:
     rows = await context.of(request).engine.fork(
-        context.check_id(sandbox), body.count, idle_timeout_s=body.timeout_s, metadata=body.metadata
+        context.check_id(sandbox),
+        body.count,
+        idle_timeout_s=body.timeout_s,
+        metadata=body.metadata,
+        leave_volumes=body.volumes == "leave",
     )
     return Json({"data": [models.sandbox(row) for row in rows]}, status_code=201)
 
@@ -51,7 +55,9 @@ async def fork(sandbox: str, body: models.Fork, request: Request) -> Response:
 async def snapshot(sandbox: str, body: models.Snapshot, request: Request) -> Response:
     engine = context.of(request).engine
     row = engine.get(context.check_id(sandbox))
-    variant = await engine.snapshot(sandbox, names.new(body.name, row.project), body.description)
+    variant = await engine.snapshot(
+        sandbox, names.new(body.name, row.project), body.description, body.volumes == "leave"
+    )
     return Json(engine.templates.describe(variant), status_code=201)
 
 

@@ -18,7 +18,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     SandboxNotFoundError,
 )
-from llm4agents.sdk import _process, _wire, results
+from llm4agents.sdk import _process, _volumes, _wire, results
 from llm4agents.sdk._async.commands import AsyncExecStream
 from llm4agents.sdk._async.contexts import AsyncContexts
 from llm4agents.sdk._async.files import AsyncFiles
@@ -28,6 +28,7 @@ from llm4agents.sdk._async.ports import AsyncPorts
 from llm4agents.sdk._async.processes import AsyncProcesses
 from llm4agents.sdk._async.terminal import AsyncTerminal
 from llm4agents.sdk._async.transport import AsyncTransport, transport
+from llm4agents.sdk._async.volumes import AsyncSandboxVolumes
 from llm4agents.sdk._runtime import async_begin, async_call
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class AsyncSandbox:
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
+        volumes: Mapping[str, _volumes.Wanted] | None = None,
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
@@ -87,7 +89,9 @@ class AsyncSandbox:
         a second that are read of each command's output. `network` is what it may reach: a profile ("none", "packages",
         "public"), a list of rules (["allow api.github.com"]) or an object (docs/howto/network.md). `protect` are paths
         of the template (files or directories; relative ones are taken from /home/user) that nobody but the guest's root
-        can change: PathNotFoundError when the template has no such path. On a node that is full the create waits for
+        can change: PathNotFoundError when the template has no such path. `volumes` are disks that outlive it, by the
+        path they are at: `{"/data": volume_or_name, "/ref": ("name", "ro")}` (docs/howto/use-volumes.md);
+        ConflictError when another sandbox has one. On a node that is full the create waits for
         room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
         `vmm` names the virtual machine monitor ("firecracker", "cloud-hypervisor", "qemu"; None: the server's choice),
         `nested` gives its guest a `/dev/kvm` that works: HostSetupError where that cannot be had.
@@ -115,6 +119,7 @@ class AsyncSandbox:
             auto_resume=auto_resume,
             keep=keep,
             protect=protect,
+            volumes=volumes,
             vmm=vmm,
             nested=nested,
             traffic=traffic,
@@ -142,6 +147,7 @@ class AsyncSandbox:
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
+        volumes: Mapping[str, _volumes.Wanted] | None = None,
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
@@ -166,6 +172,7 @@ class AsyncSandbox:
             auto_resume=auto_resume,
             keep=keep,
             protect=protect,
+            volumes=volumes,
             require_kvm=require_kvm,
             vmm=vmm,
             nested=nested,
@@ -261,6 +268,7 @@ class AsyncSandbox:
         self.jobs = AsyncJobs(self._transport, info.id)
         self.ports = AsyncPorts(self._transport, info.id)
         self.network = AsyncNetwork(self._transport, info.id)
+        self.volumes = AsyncSandboxVolumes(self._transport, info.id)
         self._transport.retain()
         self._held = True
 
@@ -339,16 +347,23 @@ class AsyncSandbox:
         return self._info
 
     async def fork(
-        self, count: int = 1, *, timeout: float | None = None, metadata: Mapping[str, str] | None = None
+        self,
+        count: int = 1,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        volumes: _volumes.LeaveVolumes = "refuse",
     ) -> builtins.list[AsyncSandbox]:
         """`count` (1 to 64) sandboxes that are what this one is now, running or paused; it goes on.
 
         Each has memory, processes and files of its own from then on, and other random numbers. All are made,
-        or none. `metadata` is added to this one's.
+        or none. `metadata` is added to this one's. A volume that it writes to cannot be in two: ConflictError, unless
+        they are to be without (`volumes="leave"`). Those that it reads they read too.
         """
         body = _wire.without_none(
             {"count": count, "timeout_s": timeout, "metadata": None if metadata is None else dict(metadata)}
         )
+        body |= {"volumes": volumes} if volumes != "refuse" else {}
         answer = await self._transport.json(
             "POST", f"{self._path}/fork", body, wait_s=_FORK_S, sandbox=self.id
         )
@@ -361,12 +376,16 @@ class AsyncSandbox:
         made._bind(info)
         return made
 
-    async def snapshot(self, name: str, *, description: str = "") -> dict[str, Any]:
+    async def snapshot(
+        self, name: str, *, description: str = "", volumes: _volumes.LeaveVolumes = "refuse"
+    ) -> dict[str, Any]:
         """Makes the template `name` of it as it is now, which `Sandbox(name)` then clones; it goes on.
 
-        The environment given at create is not in it. Raises ConflictError when there is such a template.
+        The environment given at create is not in it, and no volume. Raises ConflictError when there is such a template,
+        or it writes to a volume and `volumes="leave"` is not said.
         """
         body = {"name": name, "description": description}
+        body |= {"volumes": volumes} if volumes != "refuse" else {}
         return await self._transport.json(
             "POST", f"{self._path}/snapshot", body, wait_s=_SNAPSHOT_S, sandbox=self.id
         )

@@ -19,7 +19,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     SandboxNotFoundError,
 )
-from llm4agents.sdk import _process, _wire, results
+from llm4agents.sdk import _process, _volumes, _wire, results
 from llm4agents.sdk._runtime import begin, call
 from llm4agents.sdk._sync.commands import ExecStream
 from llm4agents.sdk._sync.contexts import Contexts
@@ -30,6 +30,7 @@ from llm4agents.sdk._sync.ports import Ports
 from llm4agents.sdk._sync.processes import Processes
 from llm4agents.sdk._sync.terminal import Terminal
 from llm4agents.sdk._sync.transport import Transport, transport
+from llm4agents.sdk._sync.volumes import SandboxVolumes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -74,6 +75,7 @@ class Sandbox:
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
+        volumes: Mapping[str, _volumes.Wanted] | None = None,
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
@@ -88,7 +90,9 @@ class Sandbox:
         a second that are read of each command's output. `network` is what it may reach: a profile ("none", "packages",
         "public"), a list of rules (["allow api.github.com"]) or an object (docs/howto/network.md). `protect` are paths
         of the template (files or directories; relative ones are taken from /home/user) that nobody but the guest's root
-        can change: PathNotFoundError when the template has no such path. On a node that is full the create waits for
+        can change: PathNotFoundError when the template has no such path. `volumes` are disks that outlive it, by the
+        path they are at: `{"/data": volume_or_name, "/ref": ("name", "ro")}` (docs/howto/use-volumes.md);
+        ConflictError when another sandbox has one. On a node that is full the create waits for
         room for `wait` seconds (0: CapacityError at once). `require_kvm` refuses software emulation (HostSetupError).
         `vmm` names the virtual machine monitor ("firecracker", "cloud-hypervisor", "qemu"; None: the server's choice),
         `nested` gives its guest a `/dev/kvm` that works: HostSetupError where that cannot be had.
@@ -116,6 +120,7 @@ class Sandbox:
             auto_resume=auto_resume,
             keep=keep,
             protect=protect,
+            volumes=volumes,
             vmm=vmm,
             nested=nested,
             traffic=traffic,
@@ -143,6 +148,7 @@ class Sandbox:
         auto_resume: bool = True,
         keep: float = limits.KEEP_S,
         protect: Sequence[str] = (),
+        volumes: Mapping[str, _volumes.Wanted] | None = None,
         require_kvm: bool = False,
         vmm: str | None = None,
         nested: bool = False,
@@ -167,6 +173,7 @@ class Sandbox:
             auto_resume=auto_resume,
             keep=keep,
             protect=protect,
+            volumes=volumes,
             require_kvm=require_kvm,
             vmm=vmm,
             nested=nested,
@@ -262,6 +269,7 @@ class Sandbox:
         self.jobs = Jobs(self._transport, info.id)
         self.ports = Ports(self._transport, info.id)
         self.network = Network(self._transport, info.id)
+        self.volumes = SandboxVolumes(self._transport, info.id)
         self._transport.retain()
         self._held = True
 
@@ -338,16 +346,23 @@ class Sandbox:
         return self._info
 
     def fork(
-        self, count: int = 1, *, timeout: float | None = None, metadata: Mapping[str, str] | None = None
+        self,
+        count: int = 1,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        volumes: _volumes.LeaveVolumes = "refuse",
     ) -> builtins.list[Sandbox]:
         """`count` (1 to 64) sandboxes that are what this one is now, running or paused; it goes on.
 
         Each has memory, processes and files of its own from then on, and other random numbers. All are made,
-        or none. `metadata` is added to this one's.
+        or none. `metadata` is added to this one's. A volume that it writes to cannot be in two: ConflictError, unless
+        they are to be without (`volumes="leave"`). Those that it reads they read too.
         """
         body = _wire.without_none(
             {"count": count, "timeout_s": timeout, "metadata": None if metadata is None else dict(metadata)}
         )
+        body |= {"volumes": volumes} if volumes != "refuse" else {}
         answer = self._transport.json("POST", f"{self._path}/fork", body, wait_s=_FORK_S, sandbox=self.id)
         return [self._twin(results.sandbox_info(item)) for item in answer["data"]]
 
@@ -358,12 +373,16 @@ class Sandbox:
         made._bind(info)
         return made
 
-    def snapshot(self, name: str, *, description: str = "") -> dict[str, Any]:
+    def snapshot(
+        self, name: str, *, description: str = "", volumes: _volumes.LeaveVolumes = "refuse"
+    ) -> dict[str, Any]:
         """Makes the template `name` of it as it is now, which `Sandbox(name)` then clones; it goes on.
 
-        The environment given at create is not in it. Raises ConflictError when there is such a template.
+        The environment given at create is not in it, and no volume. Raises ConflictError when there is such a template,
+        or it writes to a volume and `volumes="leave"` is not said.
         """
         body = {"name": name, "description": description}
+        body |= {"volumes": volumes} if volumes != "refuse" else {}
         return self._transport.json(
             "POST", f"{self._path}/snapshot", body, wait_s=_SNAPSHOT_S, sandbox=self.id
         )

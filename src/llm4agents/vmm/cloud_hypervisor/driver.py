@@ -235,7 +235,7 @@ class CloudHypervisorDriver:
                     "fsize": max(ground.largest, memory) + 64 * _MIB,
                     "nproc": limits.VMM_PROCESSES_MAX,
                 },
-                hold=[ground.lease.fd],
+                hold=[ground.lease.fd, *ground.locked],
                 serve=placement.serve,
                 serve_socket=ground.serve_socket,
                 uid=uid,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.vmm import shim, uids
+from llm4agents.vmm import shim, slots, uids
 from llm4agents.vmm.base import Disk, Placement
 from llm4agents.vmm.cloud_hypervisor import api, tap
 from llm4agents.vmm.process import listen
@@ -46,6 +46,8 @@ class Place:
     """Bytes of the largest file it may write to."""
     volumes: tuple[tuple[str, int], ...]
     """Slot and bytes of each disk that is a volume."""
+    locked: tuple[int, ...]
+    """Descriptors whose locks are to last as long as the VMM."""
     temporary: tuple[Path, ...]
     """Files that are not wanted under their names once they are bound."""
 
@@ -70,7 +72,7 @@ async def make(
     binds = [shim.Bind(io, api.IO, read_only=False)]
     binds += [shim.Bind(_readable(path, stack), inside) for inside, path in files.items()]
     by_slot = {disk.slot: disk for disk in disks}
-    inodes, temporary, largest = {}, [], 0
+    inodes, temporary, locked, largest = {}, [], [], 0
     for slot in api.SLOTS:
         disk = by_slot.get(slot)
         path = disk.path if disk is not None else run_dir / f"{_SLOT}-{slot}"
@@ -80,6 +82,9 @@ async def make(
         read_only = disk is not None and disk.read_only
         fd = _readable(path, stack) if read_only else _owned(path, lease.uid, stack)
         binds.append(shim.Bind(fd, api.disk_path(slot), read_only=read_only))
+        if disk is not None and disk.lasts:
+            slots.lock(disk, fd)
+            locked.append(fd)
         found = os.fstat(fd)
         inodes[slot] = found.st_ino
         largest = max(largest, 0 if read_only else found.st_size)
@@ -100,6 +105,7 @@ async def make(
         volumes=tuple(
             (slot, disk.path.stat().st_size) for slot, disk in by_slot.items() if slot in api.VOLUME_SLOTS
         ),
+        locked=tuple(locked),
         temporary=tuple(temporary),
     )
 

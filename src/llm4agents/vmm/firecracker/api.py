@@ -130,8 +130,9 @@ def configure(spec: MachineSpec, rates: Rates = NO_RATES) -> list[Request]:
             "path_on_host": slot,
             "is_root_device": False,
             "is_read_only": slot == "root",
-            # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
-            "cache_type": "Unsafe",
+            # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself. A volume
+            # lasts.
+            "cache_type": "Writeback" if slot in VOLUME_SLOTS else "Unsafe",
             "io_engine": "Sync",
         }
         if slot != "root" and (limiter := rates.disk.limiter()):

@@ -23,7 +23,7 @@ from llm4agents.errors import (
     LLM4AgentsError,
     VersionMismatchError,
 )
-from llm4agents.vmm import host, pages, process, procfs, snapshot, uids
+from llm4agents.vmm import host, pages, process, procfs, slots, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.checkpoint import Parts
@@ -209,7 +209,7 @@ class FirecrackerDriver:
         with contextlib.ExitStack() as stack:
             lease = uids.lease(placement.id)
             stack.callback(os.close, lease.fd)
-            binds, disk_bytes_max = _bound(layout, disks, files, lease.uid, stack)
+            binds, disk_bytes_max, locked = _bound(layout, disks, files, lease.uid, stack)
             slots = [disk.slot for disk in disks]
             empty = [slot for slot in api.VOLUME_SLOTS if slot not in slots]
             try:
@@ -244,7 +244,7 @@ class FirecrackerDriver:
                     fds=[],
                     run_dir=run_dir,
                     rlimits={"core": 0, "nofile": jailer.FILES_MAX},
-                    hold=[lease.fd],
+                    hold=[lease.fd, *locked],
                     serve=placement.serve,
                     serve_socket=asked.fileno() if asked is not None else None,
                     unlink=[shim_.DEADLINE, shim_.LINK_SOCKET],
@@ -332,10 +332,10 @@ def _bound(
     files: Mapping[str, Path],
     uid: int,
     stack: contextlib.ExitStack,
-) -> tuple[list[shim_.Bind], int]:
+) -> tuple[list[shim_.Bind], int, list[int]]:
     """What is seen in the jail, open until `stack` ends: `files` read-only, `disks` as they say; writable ones become
-    the VMM's own. And the bytes of the largest of those."""
-    binds, size_max = [], 0
+    the VMM's own. And the bytes of the largest of those, and descriptors whose locks are to last as long as the VMM."""
+    binds, size_max, locked = [], 0, []
     for name, path in files.items():
         binds.append(shim_.Bind(_readable(path, stack), str(layout.inside(name))))
     for disk in disks:
@@ -348,9 +348,12 @@ def _bound(
             os.fchown(fd, uid, -1)
         except OSError as error:
             raise HostSetupError(f"the disk {disk.path} cannot be opened: {error.strerror}") from error
+        if disk.lasts:
+            slots.lock(disk, fd)
+            locked.append(fd)
         size_max = max(size_max, os.fstat(fd).st_size)
         binds.append(shim_.Bind(fd, str(layout.inside(disk.slot)), read_only=False))
-    return binds, size_max
+    return binds, size_max, locked
 
 
 def _readable(path: Path, stack: contextlib.ExitStack) -> int:

@@ -206,15 +206,23 @@ def _nodes(slot: str, disk: Disk | None, fds: _Fds) -> list[dict[str, Any]]:
         format_ = disk.base_format if bottom else "qcow2"
         nodes.append(node(name.replace(".", "-"), fds[name], format_, read_only=True, backing=under))
         under = str(nodes[-1]["node-name"])
-    return [*nodes, node(slot, fds[slot], disk.format, read_only=disk.read_only, backing=under)]
+    top = node(slot, fds[slot], disk.format, read_only=disk.read_only, backing=under, lasts=disk.lasts)
+    return [*nodes, top]
 
 
 def node(
-    name: str, fdset: int, format_: Literal["raw", "qcow2"], *, read_only: bool, backing: str | None = None
+    name: str,
+    fdset: int,
+    format_: Literal["raw", "qcow2"],
+    *,
+    read_only: bool,
+    backing: str | None = None,
+    lasts: bool = False,
 ) -> dict[str, Any]:
     """A block node over the file that descriptor set `fdset` holds; `backing` is the node under it."""
     # A sandbox's disk ends with its host; who keeps one (template, pause) syncs the file himself.
-    common = {} if read_only else {"discard": "unmap", "cache": {"direct": False, "no-flush": True}}
+    cache = {"direct": False, "no-flush": not lasts or backing is not None}
+    common = {} if read_only else {"discard": "unmap", "cache": cache}
     # Without QEMU's locks: whoever can read a file that machines share (a template's disk) could take one that lets no
     # other of them start. Who writes to what is the engine's to know.
     file = {"driver": "file", "filename": f"/dev/fdset/{fdset}", "locking": "off", **common}

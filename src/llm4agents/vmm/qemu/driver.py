@@ -17,7 +17,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError
-from llm4agents.vmm import host, memory, pages, process, procfs, snapshot, uids
+from llm4agents.vmm import host, memory, pages, process, procfs, slots, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
     Accelerator,
@@ -359,6 +359,12 @@ def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextli
             except OSError as error:
                 raise HostSetupError(f"the disk {path} cannot be opened: {error.strerror}") from error
             stack.callback(os.close, given[name])
+        if disk.lasts:
+            # The lock is the open file's, which the VMM has from here on.
+            slots.lock(
+                disk,
+                given[command.backing_name(disk.slot, len(disk.backing) - 1) if disk.backing else disk.slot],
+            )
         if not disk.read_only:
             size_max = max(size_max, virtual_size(given[disk.slot], disk))
     return size_max

@@ -88,6 +88,13 @@ def upgrade() -> None:
         sa.Column("metadata", sa.JSON, nullable=False),
         sa.UniqueConstraint("project", "name"),
     )
+    op.create_table(
+        "volume_holds",
+        sa.Column("volume", sa.String, primary_key=True),
+        sa.Column("holder", sa.String, primary_key=True),
+        sa.Column("mode", sa.String, nullable=False),
+        sa.Column("at", sa.Float, nullable=False),
+    )
     # SQLite cannot change a primary key: the table is made anew.
     op.create_table(
         "secrets_of_projects",

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -22,6 +23,7 @@ from llm4agents.api.access.gate import Via, guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.config import settings
+from llm4agents.engine.audit import Entry
 from llm4agents.engine.engine import Engine
 from llm4agents.engine.live import Live
 from llm4agents.engine.traffic import Traffic
@@ -51,6 +53,9 @@ class _Engine:
     def __init__(self, live: Live) -> None:
         self.live, self.keys = live, _Keys()
         self.trouble: LLM4AgentsError | None = None
+        self.audited: list[Entry] = []
+        self.audit = SimpleNamespace(add=self.audited.append, add_strangers=self.audited.append)
+        self.metrics = SimpleNamespace(gauges=[], call=lambda *_: None)
 
     def find(self, sandbox: str) -> SandboxRow | None:
         return self.live.row if sandbox == ID else None

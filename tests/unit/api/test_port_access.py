@@ -16,6 +16,7 @@ from websockets.utils import accept_key
 from llm4agents.engine import clock
 from llm4agents.errors import ConflictError, SandboxDiedError
 
+_OF_EACH = ("date", "x-request-id")
 PAGE = {"accept": "text/html,*/*;q=0.8"}
 OTHER = "sbx-99999999999999999999"
 
@@ -55,7 +56,9 @@ def test_a_stranger_gets_one_answer_whether_there_is_one_or_not() -> None:
                 for where, more in (("/", _host(port, ident)), ("/", by_headers), (by_path, {})):
                     answer = await bench.http.get(where, headers={**headers, **more})
                     text = answer.text.replace(ident, "ID").replace(ident.replace("-", "_"), "ID")
-                    fields = sorted(field for field in answer.headers.items() if field[0] != "date")
+                    fields = sorted(
+                        field for field in answer.headers.items() if field[0] not in ("date", "x-request-id")
+                    )
                     found.append((answer.status_code, fields, text))
             assert found[:3] == found[3:]
             return [status for status, _, _ in found[:3]]
@@ -70,6 +73,10 @@ def test_a_stranger_gets_one_answer_whether_there_is_one_or_not() -> None:
         ):
             assert await answers(headers) == [403, 403, 401]
             assert await answers({**headers, **PAGE}) == [403, 403, 401]
+        assert {(entry.action, entry.actor, entry.status) for entry in bench.engine.audited} == {
+            ("GET a port", "nobody", 401),
+            ("GET a port", "nobody", 403),
+        }
         assert await answers({"x-api-key": "l4a_other"}) == [502, 502, 404]
         assert heads == []
         assert bench.live.busy == 0
@@ -102,10 +109,15 @@ def test_key_token_and_public_let_in_and_the_guest_sees_none_of_it() -> None:
             assert b"x-mine: 1" in said and b"cookie: a=1" in said
             for ours in (b"l4a", token.encode(), b"x-sandbox", b"e2b-", b"x-api-key", b"authorization"):
                 assert ours not in said
+                assert "x-api-key" in answer.headers["vary"], "no cache gives it to another"
+                assert ("x-sandbox-id" in answer.headers["vary"]) == (
+                    "x-sandbox-id" in way or "e2b-sandbox-id" in way
+                )
         heads.clear()
         bench.engine.set_traffic(public=True)
         sent = {**_host(port), "authorization": "Bearer their-own", "x-api-key": "theirs"}
-        assert (await bench.http.get("/", headers=sent)).text == "ok"
+        answer = await bench.http.get("/", headers=sent)
+        assert (answer.text, "vary" in answer.headers) == ("ok", False)
         assert b"bearer their-own" in heads[0].lower() and b"x-api-key: theirs" in heads[0].lower()
         # A key that is not good, or another project's, takes nothing away.
         for key in ("l4a_wrong", "l4a_other"):

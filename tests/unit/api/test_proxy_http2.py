@@ -6,27 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from tests.unit.api.proxied import HOST_ID, Proxied, proxied
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import InvalidStatus
 
 from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
+from llm4agents.api.listen.counting import Bounds
 from llm4agents.api.listen.opening import Opened
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-def run(test: Callable[[Proxied, httpx.AsyncClient], Awaitable[None]]) -> None:
+def run(test: Callable[[Proxied, httpx.AsyncClient], Awaitable[None]], bounds: Bounds | None = None) -> None:
     async def whole() -> None:
         async with asyncio.timeout(40), proxied("tcp") as bench:
-            bench.engine.metrics = SimpleNamespace(gauges=[], call=lambda *_: None)  # type: ignore[attr-defined]
             bench.engine.set_traffic(public=True)
-            opened = Opened(replace(bench.context.settings, listen="127.0.0.1:0"))
+            opened = Opened(replace(bench.context.settings, listen="127.0.0.1:0"), bounds)
             listener = opened.listener(
                 guarded(create_app(bench.context), bench.context, via="tcp"), bench.context
             )
@@ -112,7 +114,7 @@ def test_large_bodies_both_ways_at_once_and_streams_that_do_not_hold_each_other_
 
         async def stuck(reader: Reader, writer: Writer) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            await asyncio.Event().wait()
+            await over.wait()
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(64):
@@ -122,6 +124,7 @@ def test_large_bodies_both_ways_at_once_and_streams_that_do_not_hold_each_other_
             for _ in range(200):  # more than anybody holds for it
                 yield b"x" * 131_072
 
+        over = asyncio.Event()
         port, other = await bench.listen(echo), await bench.listen(stuck)
         waiting = asyncio.create_task(client.post("/", headers=_at(other), content=never()))
         while not bench.connections:
@@ -182,6 +185,50 @@ def test_a_client_that_goes_away_ends_the_guests_side() -> None:
         await ended.wait()
         while bench.live.busy:  # until the test's time is up
             await asyncio.sleep(0.005)
+
+    run(test)
+
+
+def test_a_body_that_stops_coming_is_nobodys_to_wait_for() -> None:
+    async def test(bench: Proxied, client: httpx.AsyncClient) -> None:
+        left = asyncio.Event()
+
+        async def handler(reader: Reader, writer: Writer) -> None:
+            with contextlib.suppress(ConnectionError):
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.read()
+            left.set()
+
+        port = await bench.listen(handler)
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        head = f"POST / HTTP/1.1\r\nhost: {_at(port)[0][1]}\r\ncontent-length: 100\r\n\r\nhalf"
+        writer.write(head.encode())
+        said = await reader.readuntil(b"\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 408 ")
+        await left.wait()
+        writer.close()
+
+    run(test, Bounds(stall_s=0.3))
+
+
+def test_a_websocket_through_the_listener() -> None:
+    async def test(bench: Proxied, client: httpx.AsyncClient) -> None:
+        async def echo(connection: ServerConnection) -> None:
+            async for message in connection:
+                await connection.send(message)
+
+        server = await serve(echo, "127.0.0.1", 0)
+        bench.cleanup.callback(server.close)
+        port = int(next(iter(server.sockets)).getsockname()[1])
+        there = {"host": client.base_url.host, "port": client.base_url.port, "proxy": None}
+        async with connect(f"ws://{_at(port)[0][1]}/", **there) as socket:
+            for message in ("hello", b"x" * 300_000):
+                await socket.send(message)
+                assert await socket.recv() == message
+        bench.engine.set_traffic(public=False)
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(f"ws://{_at(port)[0][1]}/", **there)
+        assert refused.value.response.status_code == 403
 
     run(test)
 

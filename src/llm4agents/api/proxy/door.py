@@ -31,6 +31,7 @@ from llm4agents.errors import LLM4AgentsError, ServerUnavailableError, UnknownOu
 log = structlog.get_logger()
 INTERNAL, NOT_ALLOWED = 1011, 1008
 REASON_BYTES_MAX = 120
+_RIGHTS = (b"cookie", b"authorization", b"x-api-key", *admission.TOKENS)
 _PATH_SAFE = "/%:@!$&'()*+,;=~"
 
 
@@ -69,6 +70,7 @@ class Ports:
         if self.context.stop.is_set():
             raise ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
         by = self._admit(target, scope)
+        send.varies(target, by)
         offered_by_url = by.by == "url" and target.form == "host" and admission.is_followed(scope)
         query = scope["query_string"]
         # From here on nothing of ours is in it: the guest gets what is left.
@@ -158,9 +160,19 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self._vary: list[bytes] = []
+
+    def varies(self, target: Target, by: Admitted) -> None:
+        """A cache between must not give one's answer to whoever has no right to it, or of another sandbox."""
+        self._vary = [] if by.by == "public" else list(_RIGHTS)
+        if target.form == "headers":
+            self._vary += [name for pair in address.BY_HEADERS for name in pair]
 
     async def __call__(self, message: Message) -> None:
         self.begun = self.begun or message["type"] != "http.response.early_hint"
+        if message["type"] == "http.response.start" and self._vary:
+            vary = (b"vary", b", ".join(self._vary))
+            message = {**message, "headers": [*message.get("headers", ()), vary]}
         await self._send(message)
 
     async def quietly(self, message: Message) -> None:

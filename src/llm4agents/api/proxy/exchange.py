@@ -31,6 +31,8 @@ class Exchange:
         self._go = asyncio.Event()
         """The guest wants the body (Expect: 100-continue)."""
         self._gone = False
+        self._broken: LLM4AgentsError | None = None
+        """Why the rest of the client's body does not come."""
         self._sent = False
         """The whole request has been written to the guest."""
         fields = heads.request(scope, target)
@@ -128,6 +130,8 @@ class Exchange:
                     return
         except (h11.RemoteProtocolError, GuestError) as error:
             connection.close()
+            if self._broken is not None:
+                raise self._broken from error
             if not self._gone:
                 raise port_error(self._target.port, error) from error
         except BaseException:
@@ -211,7 +215,13 @@ class Exchange:
                 async with asyncio.timeout(limits.PORT_EXPECT_S):
                     await self._go.wait()
         while True:
-            message = await self._message()
+            try:
+                message = await self._message()
+            except LLM4AgentsError as error:
+                # Too slow, or too much of it: the guest would wait for the rest, and is left instead.
+                self._broken = error
+                connection.close()
+                raise
             if message["type"] == "http.disconnect":
                 return False
             if body := message.get("body"):

@@ -182,13 +182,13 @@ def test_a_late_change_runs_that_step_and_what_follows(node: Node, built: list[A
 def test_a_failing_step_is_named_and_leaves_nothing(node: Node, built: list[Any]) -> None:
     begun = Template().from_template("base").size(memory_mib=MEMORY).run(f"echo {OWN} > /var/tmp/one")
     with sdk_of(node), pytest.raises(TemplateBuildError) as failed:
-        begun.run("curl -sS -m 20 http://denied.test/; echo 'it broke' >&2; exit 7").build("t-many")
+        begun.run("curl -sS -m 20 http://denied.example/; echo 'it broke' >&2; exit 7").build("t-many")
     error = failed.value
     assert (
         error.outcome == "not_started" and "step 2 of 2 failed" in str(error) and "exit code 7" in str(error)
     )
     assert (error.details["step"], error.details["op"], error.details["exit_code"]) == (1, "run", 7)
-    assert error.details["output"].endswith("it broke") and error.details["denied"] == ["denied.test"]
+    assert error.details["output"].endswith("it broke") and error.details["denied"] == ["denied.example"]
     assert node.http.get("/v1/templates/t-many").status_code == 404
     state = node.call("GET", "/v1/templates/t-many/build")
     assert state["state"] == "failed" and [step["status"] for step in state["steps"]] == ["done", "failed"]

@@ -84,7 +84,7 @@ def build(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Build a template: one of your own (docs/howto/make-a-template.md), or a built-in one ahead of time."""
+    """Build a template of your own, or a built-in one ahead of time."""
     from llm4agents.cli import output
     from llm4agents.errors import InvalidRequestError
     from llm4agents.sdk._sync.client import Client
@@ -153,7 +153,7 @@ def init(
 
 
 def show(name: Name, json: options.Json = False) -> None:
-    """Show what a template is: its shapes, defaults, start command, and the recipe it was made by."""
+    """Show what a template is, and its recipe."""
     from llm4agents.cli import output
     from llm4agents.sdk._sync.template import Templates
 
@@ -184,7 +184,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also what comes, to its end.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show what the build of a template says, or what the last one has said."""
+    """Show what a template's build says or has said."""
     from llm4agents.cli import output
     from llm4agents.sdk._recipes import BuildEvent
     from llm4agents.sdk._sync.template import Templates
@@ -206,7 +206,7 @@ def logs(
 
 
 def cancel(name: Name) -> None:
-    """End the build of a template; the steps that were done are kept."""
+    """End a template's build; what was done is kept."""
     from llm4agents.cli import output
     from llm4agents.sdk._sync.template import Templates
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llm4agents.api.context import Context
+from llm4agents.api.context import CALLER, Context
 from llm4agents.errors import LLM4AgentsError, to_wire
 
 log = structlog.get_logger()
@@ -37,9 +37,9 @@ class Json(Response):
 
 
 def problem(error: LLM4AgentsError, context: Context) -> Response:
-    """Problem details; an error of the server's own says where its log is."""
-    body = to_wire(error)
-    if error.http_status >= 500:
+    """Problem details; an error of the server's own says where its log is, to who may look there."""
+    body, caller = to_wire(error), CALLER.get()
+    if error.http_status >= 500 and (caller is None or caller.sees_all):
         body["details"] = {**body["details"], "log": str(context.settings.server_log)}
     after = error.details.get("retry_after_s")
     headers = {} if after is None else {"retry-after": str(after)}

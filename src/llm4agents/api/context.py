@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -74,6 +75,10 @@ class Context:
     def __post_init__(self) -> None:
         self.names = Names.of(self.settings)
         self.health = Health(self.engine)
+
+
+CALLER: ContextVar[Principal | None] = ContextVar("caller", default=None)
+"""Who is being answered, for what must be said without a request at hand (`answers.problem`)."""
 
 
 def of(request: HTTPConnection) -> Context:

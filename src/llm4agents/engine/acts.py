@@ -314,7 +314,7 @@ class Acts(ABC):
         there is one, or the sandbox writes to a volume and `leave_volumes` is not said."""
         self.templates.check_free(name)
         row = self._check(sandbox, "snapshot")
-        self.check_more_templates(row.project)
+        self.check_more_templates(name)
         _check_volumes(row, leave_volumes)
         if row.state == "paused" and self.places.env(sandbox):
             # Its environment is in the memory on disk; only its own agent can take it out.
@@ -325,11 +325,12 @@ class Acts(ABC):
                 await self.pause(sandbox, row.reason or "paused by request")
         return await self._to_the_end(self._snapshot(sandbox, name, description, leave_volumes))
 
-    def check_more_templates(self, project: str) -> None:
-        """Before a template is made that its project has not. Raises QuotaError."""
-        if self.quotas.bound(project, "templates") is not None:
+    def check_more_templates(self, ref: str) -> None:
+        """Before the template of that ref is made: may its project have one more? Raises QuotaError."""
+        project = names.project_of(ref)
+        if project is not None and self.quotas.bound(project, "templates") is not None:
             own = {one.name for one in self.templates.list() if names.project_of(one.name) == project}
-            self.quotas.check(project, "templates", len(own), 1)
+            self.quotas.check(project, "templates", len(own), 0 if ref in own else 1)
 
     async def _snapshot(self, sandbox: str, name: str, description: str, leave_volumes: bool) -> Variant:
         async with self._photographed(sandbox, "snapshot") as (row, live):

@@ -175,6 +175,11 @@ class Quotas:
         found = self._of(project).get(name)
         return None if found is None else float(found)
 
+    def volumes_bytes(self, project: str) -> int | None:
+        """What a project's volumes may have together; None: no bound."""
+        found = self.bound(project, "volumes_mib")
+        return None if found is None else int(found) << 20
+
     def used(self, project: str) -> dict[str, float]:
         """What its sandboxes take now."""
         total = dict.fromkeys((*RUNNING, "disk_mib"), 0.0)

@@ -25,7 +25,7 @@ from llm4agents.api.access import once, owners
 from llm4agents.api.access.answer import Answer
 from llm4agents.api.access.table import OPEN, QUIET, Matched, Table
 from llm4agents.api.answers import problem
-from llm4agents.api.context import Context
+from llm4agents.api.context import CALLER, Context
 from llm4agents.api.proxy import address
 from llm4agents.api.proxy.admission import is_key
 from llm4agents.engine import clock, keys
@@ -85,9 +85,11 @@ class Gate:
         method = "WS" if scope["type"] == "websocket" else str(scope["method"])
         call = _Call(scope, method, Principal.nobody(self._origin(scope)))
         with structlog.contextvars.bound_contextvars(request=request):
+            caller = CALLER.set(call.principal)  # until it is known who it is
             try:
                 await self._serve(call, receive, answer)
             finally:
+                CALLER.reset(caller)
                 self._record(call, request, answer, (time.perf_counter() - began) * 1_000)
 
     async def _serve(self, call: _Call, receive: Receive, answer: Answer) -> None:
@@ -97,6 +99,7 @@ class Gate:
             admitted: Admitted = "port" if call.port else "route"
             state = {"principal": call.principal, "admitted": admitted}
             scope["state"] = {**scope.get("state", {}), **state}
+            CALLER.set(call.principal)
             key = None if call.port else once.key_of(scope, call.pattern)
             if key is None:
                 await self.app(scope, receive, answer)

@@ -54,6 +54,7 @@ async def build(body: NewTemplate, request: Request) -> Response:
     builds, registry = context.of(request).engine.builds, context.of(request).engine.templates
     if names.project_of(ref := context.template(request, body.name)) is None:
         raise ConflictError(f"{body.name} is a built-in template", hint="give yours another name")
+    context.of(request).engine.check_more_templates(ref)
     wanted = Wanted(
         ref,
         recipes.parse(body.recipe),

@@ -25,12 +25,12 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 @dataclass(frozen=True, slots=True)
 class PoolWish:
-    """So many machines of one template and shape, resumed ahead."""
+    """So many machines of one template and shape, resumed ahead. No shape: the template's own."""
 
     template: str
     wanted: int
-    vcpus: int = limits.DEFAULT_VCPUS
-    memory_mib: int = limits.DEFAULT_MEMORY_MIB
+    vcpus: int | None = None
+    memory_mib: int | None = None
 
 
 _POOL = re.compile(r"([A-Za-z0-9._-]{1,128})(?:/(\d{1,3})x(\d{1,6}))?=(\d{1,4})")
@@ -50,8 +50,8 @@ def pool_of(text: str) -> tuple[PoolWish, ...]:
             PoolWish(
                 name,
                 int(wanted),
-                int(vcpus or limits.DEFAULT_VCPUS),
-                int(memory_mib or limits.DEFAULT_MEMORY_MIB),
+                int(vcpus) if vcpus else None,
+                int(memory_mib) if memory_mib else None,
             )
         )
     return tuple(found)

@@ -106,6 +106,23 @@ def when(value: Any) -> str | None:
     return None if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def age(value: Any) -> str | None:
+    """How long ago a moment was, for people: `45 s`, `3 min`, `5 h`, `12 d`."""
+    from datetime import UTC, datetime
+
+    from llm4agents.sdk.results import parse_time
+
+    moment = value if isinstance(value, datetime) else parse_time(value)
+    if moment is None:
+        return None
+    left = max(0.0, (datetime.now(UTC) - moment).total_seconds())
+    for unit, length in (("s", 60), ("min", 60), ("h", 24)):
+        if left < length:
+            return f"{left:.0f} {unit}"
+        left /= length
+    return f"{left:.0f} d"
+
+
 def vmm(name: str | None, nested: bool) -> str | None:
     """The VMM of a sandbox or template, for a table."""
     return f"{name},nested" if name is not None and nested else name

@@ -46,7 +46,7 @@ run = "echo hello > greeting"
 
 
 def ls(json: options.Json = False) -> None:
-    """List templates, built or not."""
+    """List templates, built or not: size, age and memory of each variant, and what is in it."""
     from llm4agents.cli import output
     from llm4agents.sdk._sync.client import Client
 
@@ -61,12 +61,14 @@ def ls(json: options.Json = False) -> None:
             item.get("vcpus"),
             f"{item['memory_mib']} MiB" if item.get("memory_mib") else None,
             output.vmm(item.get("vmm"), bool(item.get("nested"))),
-            output.size(item.get("bytes")) if item.get("built") else None,
-            output.when(item.get("created_at")),
+            # The root file system is there once for all variants; `bytes` is what this one takes beside it.
+            output.size(item.get("bytes", 0) + item.get("rootfs_bytes", 0)) if item.get("built") else None,
+            output.age(item.get("created_at")),
+            item.get("description") or None,
         )
         for item in found
     ]
-    output.table(("NAME", "BUILT", "VCPUS", "MEMORY", "VMM", "SIZE", "CREATED"), rows)
+    output.table(("NAME", "BUILT", "VCPUS", "MEMORY", "VMM", "SIZE", "AGE", "WHAT IS IN IT"), rows)
 
 
 def build(

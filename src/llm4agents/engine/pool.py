@@ -156,21 +156,26 @@ class Pool:
         Raises InvalidRequestError, TemplateNotFoundError, and then nothing has changed.
         """
         new = {kind: shelf.wanted for kind, shelf in self._shelves.items()}
-        for wish in wishes:
-            if wish.wanted:
-                self._templates.check_shape(wish.template, wish.vcpus, wish.memory_mib)
-            new[_kind(wish)] = wish.wanted
+        wished = {self._kind(wish): wish.wanted for wish in wishes}
+        for kind, wanted in wished.items():
+            if wanted:
+                self._templates.check_shape(*kind)
+        new |= wished
         if sum(new.values()) > limits.POOL_MAX:
             raise InvalidRequestError(
                 f"a pool keeps at most {limits.POOL_MAX} machines ready, of all together"
             )
         for kind, wanted in new.items():
             shelf = self._shelves.setdefault(kind, Shelf(wanted))
-            if shelf.wanted != wanted or any(kind == _kind(wish) for wish in wishes):
+            if shelf.wanted != wanted or kind in wished:
                 shelf.wanted, shelf.may_build, shelf.not_before_s = wanted, True, 0.0
         if self._task is None and any(new.values()):
             self._task = asyncio.create_task(self._keep(), name="pool")
         self._wake.set()
+
+    def _kind(self, wish: PoolWish) -> Kind:
+        vcpus, memory_mib = self._templates.size(wish.template)
+        return wish.template, wish.vcpus or vcpus, wish.memory_mib or memory_mib
 
     def describe(self) -> list[dict[str, Any]]:
         return [
@@ -398,7 +403,3 @@ async def warm(agent: Agent, variant: Variant) -> None:
             async with contextlib.aclosing(events):
                 async for _ in events:
                     pass
-
-
-def _kind(wish: PoolWish) -> Kind:
-    return wish.template, wish.vcpus, wish.memory_mib

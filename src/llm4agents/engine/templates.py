@@ -318,9 +318,11 @@ class Templates:
         return max(found, key=lambda one: one.created_at, default=None)
 
     def size(self, name: str) -> tuple[int, int]:
-        """vCPUs and MiB of a create that says none: those its recipe says, or the one shape that a snapshot has."""
+        """vCPUs and MiB of a create that says none: the template's own, or the one shape that a snapshot has."""
         default = limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB
-        if name in spec.BUILTIN or not names.valid(name):
+        if (found := spec.BUILTIN.get(name)) is not None:
+            return found.vcpus or default[0], found.memory_mib or default[1]
+        if not names.valid(name):
             return default
         if (about := self.recipe_of(name)) is not None:
             wanted = about["recipe"]
@@ -485,8 +487,19 @@ class Templates:
     def unbuilt(self) -> list[dict[str, Any]]:
         """Templates that can be built and are not there in any shape."""
         there = {variant.name for variant in self.list()}
-        wanted = [wanted for name, wanted in spec.BUILTIN.items() if name not in there]
-        return [{"name": w.name, "built": False, "description": w.description} for w in wanted]
+        return [self._unbuilt(name) for name in spec.BUILTIN if name not in there]
+
+    def _unbuilt(self, name: str) -> dict[str, Any]:
+        """A built-in template that is not there; its shape is that of a create which says none."""
+        wanted, (vcpus, memory_mib) = spec.BUILTIN[name], self.size(name)
+        return {
+            "name": name,
+            "built": False,
+            "vcpus": vcpus,
+            "memory_mib": memory_mib,
+            "description": wanted.description,
+            "languages": list(wanted.languages),
+        }
 
     # -- housekeeping -------------------------------------------------------------------------------------
 
@@ -530,19 +543,18 @@ class Templates:
         variants = [one for one in self.list() if project is None or names.project_of(one.name) in seen]
         there = {variant.name for variant in variants}
         return [self.describe(variant) for variant in variants] + [
-            {"name": name, "built": False, "description": wanted.description}
-            for name, wanted in spec.BUILTIN.items()
-            if name not in there
+            self._unbuilt(name) for name in spec.BUILTIN if name not in there
         ]
 
     def described(self, ref: str) -> builtins.list[dict[str, Any]]:
         """As `catalogue`, of one template. Reads the disk."""
         found = [self.describe(one) for one in self.list() if one.name == ref]
         if not found and ref in spec.BUILTIN:
-            return [{"name": ref, "built": False, "description": spec.BUILTIN[ref].description}]
+            return [self._unbuilt(ref)]
         return found
 
     def describe(self, variant: Variant) -> dict[str, Any]:
+        builtin = spec.BUILTIN.get(variant.name)
         usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
         return {
             "name": names.shown(variant.name),
@@ -557,7 +569,8 @@ class Templates:
             "packages": variant.contents,
             "vmm": variant.vmm,
             "nested": variant.nested,
-            "description": variant.description,
+            "description": builtin.description if builtin else variant.description,
+            "languages": list(builtin.languages) if builtin else [],
             "defaults": variant.defaults,
             "start": variant.start,
         }

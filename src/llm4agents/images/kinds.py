@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 _ROOTFS_FIELDS = ("packages", "wheels", "drop", "runner", "files")
+_ROOTFS_EXTRAS = ("node", "moves", "release_packages", "npm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,31 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class NpmPackage:
+    """A package of npm's registry of which some files belong in the image: its tar ball, pinned by its digest."""
+
+    name: str
+    version: str
+    integrity: str
+    """As npm's own locks have it: `sha512-` and base64."""
+    licence: str
+    files: tuple[tuple[str, str, int], ...]
+    """(path in the tar ball, path in the guest, mode)."""
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateSpec:
     name: str
     description: str
     packages: tuple[str, ...]
     """Debian packages beside the essential ones and apt."""
+    release_packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """More of them, by the release's code name where they have other names in each; the last is for newer ones."""
+    languages: tuple[str, ...] = ()
+    """Programming languages that run in it as it is, beside the shell's."""
+    vcpus: int | None = None
+    memory_mib: int | None = None
+    """What a create that says nothing gets; None: the usual."""
     wheels: str | None = None
     """Name of the lock files `data/NAME-{python}.lock`."""
     drop: tuple[str, ...] = ()
@@ -74,6 +95,7 @@ class TemplateSpec:
     """Whether `data/node`, and what it needs, goes to NODE_DIRECTORY."""
     moves: tuple[tuple[str, str], ...] = ()
     """Directories of wheels that belong elsewhere: (path in dist-packages, directory in the guest)."""
+    npm: tuple[NpmPackage, ...] = ()
     files: tuple[File, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of every exec in a clone, under what the call itself sets."""
@@ -86,9 +108,13 @@ class TemplateSpec:
         """Of the spec, what the root file system is made from: JSON-able, equal for equal results."""
         found = {name: _plain(getattr(self, name)) for name in _ROOTFS_FIELDS}
         # Named only where they are used, so that they are no news to templates that lack them.
-        return found | {
-            name: _plain(getattr(self, name)) for name in ("node", "moves") if getattr(self, name)
-        }
+        return found | {name: _plain(getattr(self, name)) for name in _ROOTFS_EXTRAS if getattr(self, name)}
+
+    def packages_for(self, codename: str) -> tuple[str, ...]:
+        """The Debian packages in the release of that code name."""
+        more = self.release_packages
+        newest = [*more.values()][-1] if more else ()
+        return (*self.packages, *more.get(codename, newest))
 
     def warm_inputs(self) -> dict[str, Any]:
         """Of the spec, what the frozen machine depends on beyond its disks; for the key of a variant."""

@@ -6,6 +6,7 @@ wheel is ever a file on the host.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import tarfile
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.images import trust
+from llm4agents.images import npm, trust
 from llm4agents.images.debian import Source
 from llm4agents.images.process import Cancel
 from llm4agents.images.reseed import shared_object
-from llm4agents.images.spec import NODE_DIRECTORY, RUNNER_DIRECTORY, TemplateSpec
+from llm4agents.images.spec import NODE_DIRECTORY, RUNNER_DIRECTORY, NpmPackage, TemplateSpec
 from llm4agents.images.wheels import WheelFile, WheelInfo, unpack
 
 EPOCH = 1_735_689_600
@@ -61,17 +62,18 @@ class Overlay:
     def __init__(self, path: Path) -> None:
         self._tar = tarfile.open(path, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 (closed by close)
         self._directories: set[str] = set()
-        self._files: dict[str, bytes] = {}
+        self._files: dict[str, bytes] = {}  # by path: a digest, compilers are large
 
     def add(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """One file of root's. The same file again is left out; a different one of that path is refused."""
         if not path.startswith("/") or ".." in path.split("/"):
             raise HostSetupError(f"{path} is not a path in the guest")
+        digest = hashlib.sha256(data).digest()
         if path in self._files or path in self._directories:
-            if self._files.get(path) != data:
+            if self._files.get(path) != digest:
                 raise HostSetupError(f"two packages bring a different {path}")
             return
-        self._files[path] = data
+        self._files[path] = digest
         self._parents(path)
         info = tarfile.TarInfo(path.lstrip("/"))
         info.size, info.mode, info.mtime = len(data), mode, EPOCH
@@ -101,6 +103,7 @@ def write_overlay(
     python: str,
     sources: list[Source],
     wheels: list[Path],
+    archives: dict[NpmPackage, Path],
     certificates: dict[str, bytes],
     browsers: dict[str, bytes],
     cancel: Cancel,
@@ -134,6 +137,9 @@ def write_overlay(
                     overlay.add(item.path, item.data, item.mode)
                 else:
                     infos.append(item)
+        for package, archive in archives.items():
+            for path_in_guest, data, mode in npm.files(package, archive):
+                overlay.add(path_in_guest, data, mode)
     finally:
         overlay.close()
     return infos

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llm4agents.errors import HostSetupError
-from llm4agents.images import debian, process, trust, wheels
+from llm4agents.images import debian, npm, process, trust, wheels
 from llm4agents.images.cache import Cache, digest_of, sha256_file
 from llm4agents.images.overlay import DATA, EPOCH, node_files, runner_files, write_overlay
 from llm4agents.images.process import Cancel, check_room, in_thread, require
@@ -34,7 +34,7 @@ class Content:
     """One piece of software in an image, for the record that a template keeps (see NOTICE)."""
 
     kind: str
-    """`debian` or `python`."""
+    """`debian`, `python` or `npm`."""
     name: str
     version: str
     licence: str | None
@@ -127,6 +127,7 @@ async def _build(
             (tmp / "wheels").mkdir()
             packages = await wheels.download(lock, system.python, tmp / "wheels", progress)
             progress("wheels", "unpacking Python packages", 0.5)
+        archives = await npm.download(spec.npm, tmp, progress) if spec.npm else {}
         browsers = await trust.browser_files(certificates, cache, tmp)
         infos = await in_thread(
             lambda cancel: write_overlay(
@@ -135,12 +136,14 @@ async def _build(
                 python=system.python,
                 sources=sources,
                 wheels=packages,
+                archives=archives,
                 certificates=certificates,
                 browsers=browsers,
                 cancel=cancel,
             )
         )
         contents = [Content("python", info.name, info.version, info.licence) for info in infos]
+        contents += [Content("npm", one.name, one.version, one.licence) for one in spec.npm]
         await _mmdebstrap(spec, system, sources, tmp, progress)
         contents = [
             *await in_thread(lambda cancel: list(debian_contents(tmp / "root.tar", cancel))),
@@ -158,6 +161,7 @@ async def _build(
 async def _mmdebstrap(
     spec: TemplateSpec, system: debian.Debian, sources: list[debian.Source], tmp: Path, progress: Progress
 ) -> None:
+    wanted = spec.packages_for(system.codename)
     argv = [
         "mmdebstrap",
         "--verbose",
@@ -165,13 +169,16 @@ async def _mmdebstrap(
         "--format=tar",
         f"--architectures={system.architecture}",
     ]
-    argv += ["--mode=root" if os.geteuid() == 0 else "--mode=unshare", f"--include={','.join(spec.packages)}"]
+    argv += ["--mode=root" if os.geteuid() == 0 else "--mode=unshare", f"--include={','.join(wanted)}"]
     for line in await debian.apt_options(tmp):
         argv.append(f"--aptopt={line}")
     argv.append('--aptopt=APT::Install-Recommends "0";')
     for name in _EXCLUDED:
         argv.append(f"--dpkgopt=path-exclude=/usr/share/{name}/*")
     argv.append("--dpkgopt=force-unsafe-io")
+    if any(package.startswith("default-jdk") for package in wanted):
+        # Its maintainer scripts link manual pages, and fail where there is no directory for them.
+        argv.append('--essential-hook=mkdir -p "$1"/usr/share/man/man1')
     argv.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
     argv += [f"--customize-hook={hook}" for hook in hooks(spec, system.python, tmp / "overlay.tar")]
     argv += [system.codename, str(tmp / "root.tar"), *(source.line() for source in sources)]

@@ -11,6 +11,12 @@ from types import MappingProxyType
 
 from llm4agents.errors import InvalidRequestError, TemplateNotFoundError
 from llm4agents.images.catalogue.base import BASE, HOME, TRUST
+from llm4agents.images.catalogue.browser import BROWSER, BROWSER_PORT, BROWSER_SCRIPT
+from llm4agents.images.catalogue.bun import BUN
+from llm4agents.images.catalogue.coding import CODING
+from llm4agents.images.catalogue.deno import DENO
+from llm4agents.images.catalogue.go import GO
+from llm4agents.images.catalogue.java import JAVA
 from llm4agents.images.catalogue.node import NODE, NODE_DIRECTORY, NODE_READY, NODE_SOCKET
 from llm4agents.images.catalogue.python import (
     PRELOAD,
@@ -19,10 +25,14 @@ from llm4agents.images.catalogue.python import (
     PYTHON_SOCKET,
     RUNNER_DIRECTORY,
 )
-from llm4agents.images.kinds import File, Service, TemplateSpec, WarmStep, WarmUp
+from llm4agents.images.catalogue.rust import RUST
+from llm4agents.images.kinds import File, NpmPackage, Service, TemplateSpec, WarmStep, WarmUp
 
 __all__ = [
     "BASE",
+    "BROWSER",
+    "BROWSER_PORT",
+    "BROWSER_SCRIPT",
     "BUILTIN",
     "HOME",
     "NODE",
@@ -36,6 +46,7 @@ __all__ = [
     "RUNNER_DIRECTORY",
     "TRUST",
     "File",
+    "NpmPackage",
     "Service",
     "TemplateSpec",
     "WarmStep",
@@ -46,7 +57,9 @@ __all__ = [
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 
-BUILTIN: Mapping[str, TemplateSpec] = MappingProxyType({spec.name: spec for spec in (BASE, PYTHON, NODE)})
+BUILTIN: Mapping[str, TemplateSpec] = MappingProxyType(
+    {spec.name: spec for spec in (BASE, PYTHON, NODE, DENO, BUN, GO, RUST, JAVA, CODING, BROWSER)}
+)
 
 
 def valid_name(name: str) -> bool:

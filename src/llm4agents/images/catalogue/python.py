@@ -59,6 +59,7 @@ _PYTHON_IS_WARM = WarmStep(
 PYTHON = TemplateSpec(
     name="python",
     description="base with CPython, numpy, pandas, matplotlib, scipy, pyarrow, duckdb and SQL drivers",
+    languages=("python", "sql"),
     packages=(*base.PACKAGES, "python3", "python3-venv", "python-is-python3"),
     wheels="python",
     drop=(

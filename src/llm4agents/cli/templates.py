@@ -46,7 +46,7 @@ run = "echo hello > greeting"
 
 
 def ls(json: options.Json = False) -> None:
-    """List templates, built or not: size, age and memory of each variant, and what is in it."""
+    """List templates: size, age, memory, what is in them."""
     from llm4agents.cli import output
     from llm4agents.sdk._sync.client import Client
 

@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llm4agents.errors import (
+        AuthenticationError,
         BootError,
         CapacityError,
         ConflictError,
         ConnectionLostError,
         CorruptSnapshotError,
+        ForbiddenError,
         GuestError,
+        HeadTooLargeError,
         HostSetupError,
         InvalidRequestError,
         LLM4AgentsError,
+        MisdirectedError,
         NotFoundError,
         NotStartedError,
         PathNotFoundError,
@@ -32,13 +36,16 @@ if TYPE_CHECKING:
         PortRefusedError,
         ProgramFailedError,
         ProtocolError,
+        QuotaError,
         SandboxDiedError,
         SandboxNotFoundError,
         SandboxPausedError,
         ServerUnavailableError,
+        SlowRequestError,
         TemplateBuildError,
         TemplateNotFoundError,
         TimedOutError,
+        TooLargeError,
         UnknownOutcomeError,
         UnsupportedPlatformError,
         VersionMismatchError,
@@ -73,6 +80,7 @@ if TYPE_CHECKING:
         ProcessOutput,
         Result,
         SandboxInfo,
+        Traffic,
     )
     from llm4agents.sdk.tree_results import FileChange, FileMatch, SearchResult
 
@@ -84,11 +92,12 @@ _ERRORS = (
     "PathNotFoundError PortError PortRefusedError ProgramFailedError ProtocolError "
     "ProtectedPathError SandboxDiedError SandboxNotFoundError "
     "SandboxPausedError ServerUnavailableError TemplateBuildError TemplateNotFoundError TimedOutError "
-    "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError"
+    "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError "
+    "AuthenticationError ForbiddenError QuotaError HeadTooLargeError MisdirectedError SlowRequestError TooLargeError"
 )
 _RESULTS = (
     "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo NetworkInfo Output Port ProcessInfo "
-    "ProcessOutput Result SandboxInfo"
+    "ProcessOutput Result SandboxInfo Traffic"
 )
 _HOMES = {
     "Sandbox": "llm4agents.sdk._sync.sandbox",
@@ -119,6 +128,7 @@ __all__ = [
     "AsyncSecrets",
     "AsyncTemplate",
     "AsyncVolume",
+    "AuthenticationError",
     "BootError",
     "BuildEvent",
     "BuiltTemplate",
@@ -135,12 +145,15 @@ __all__ = [
     "FileChange",
     "FileInfo",
     "FileMatch",
+    "ForbiddenError",
     "GuestError",
+    "HeadTooLargeError",
     "HostSetupError",
     "InvalidRequestError",
     "JobInfo",
     "JobRun",
     "LLM4AgentsError",
+    "MisdirectedError",
     "NetworkInfo",
     "NotFoundError",
     "NotStartedError",
@@ -156,6 +169,7 @@ __all__ = [
     "ProtectedPath",
     "ProtectedPathError",
     "ProtocolError",
+    "QuotaError",
     "Result",
     "Sandbox",
     "SandboxDiedError",
@@ -166,10 +180,13 @@ __all__ = [
     "SecretInfo",
     "Secrets",
     "ServerUnavailableError",
+    "SlowRequestError",
     "Template",
     "TemplateBuildError",
     "TemplateNotFoundError",
     "TimedOutError",
+    "TooLargeError",
+    "Traffic",
     "UnknownOutcomeError",
     "UnsupportedPlatformError",
     "VersionMismatchError",

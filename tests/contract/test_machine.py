@@ -17,11 +17,14 @@ import pytest
 
 from llm4agents import limits
 from llm4agents.errors import BootError, ConflictError, LLM4AgentsError, VersionMismatchError
+from llm4agents.guest.verbs import Agent
+from llm4agents.images import disk
+from llm4agents.images.volumes import Files
 from llm4agents.vmm import memory
 from llm4agents.vmm.base import Disk, MachineEvent, MachineRecord
 from llm4agents.vmm.shim import write_deadline
 
-from .lab import Frozen, Lab, alive, in_lab, other_identity, record_of, run, talk, wake
+from .lab import Frozen, Lab, alive, copy_sparse, in_lab, other_identity, record_of, run, talk, wake
 
 pytestmark = pytest.mark.vm
 ROOT = os.geteuid() == 0
@@ -266,6 +269,61 @@ def test_a_volume_in_a_slot_is_seen_at_its_size(frozen: Frozen) -> None:
         )
         assert await run(agent, script) == (0, f"{8 << 11}\na volume")
         assert volume.read_bytes()[:8] == b"written" + b"e"
+
+    in_lab(frozen, test)
+
+
+def test_a_volume_lasts_and_is_one_writers_or_many_readers(frozen: Frozen) -> None:
+    entry = {"slot": "vol1", "id": "one", "path": "/vol", "bytes": 0, "ro": False}
+
+    async def mounted(agent: Agent, **changes: object) -> object:
+        return await agent.post_restore(
+            entropy=os.urandom(64),
+            unix_ns=time.time_ns(),
+            hostname="clone",
+            machine_id="0" * 32,
+            boot_id="b",
+            volumes=[{**entry, **changes}],
+        )
+
+    async def test(lab: Lab) -> None:
+        files = Files(lab.home / "volumes")
+        await files.make("one", 8 << 20)
+        path, size = files.path("one"), files.bytes("one")
+        writes = Disk("vol1", path, "raw", False, lasts=True)
+        machine, agent = await lab.clone(more=(writes,))
+        assert await mounted(agent, bytes=size) == ({}, ())
+        assert await run(agent, "echo kept > /vol/a && sync") == (0, "")
+        with pytest.raises(ConflictError, match="in use"):
+            await lab.restore(more=(writes,))
+        # Mounted already it stays; of another id it is not taken for that one, and nothing else is to have its disk.
+        assert await mounted(agent, bytes=size) == ({}, ())
+        holds = "sleep 100 < /vol/a > /dev/null 2>&1 & cat /vol/a"
+        assert await run(agent, holds) == (0, "kept")
+        failed, busy = await mounted(agent, bytes=size, id="two")  # type: ignore[misc]
+        assert "still uses" in failed["two"] and busy == ("vol1",)
+        await machine.stop()
+        before = path.read_bytes()
+        machines = []
+        for number in range(2):
+            private = lab.home / f"reader{number}.top"
+            if frozen.raw:
+                reads = Disk("vol1", copy_sparse(path, private), "raw", False)
+            else:
+                await disk.make_overlay(path, private)
+                reads = Disk("vol1", private, "qcow2", False, backing=(path,), lasts=True)
+            machine, agent = await lab.clone(more=(reads,))
+            assert await mounted(agent, bytes=size, ro=True) == ({}, ())
+            spoil = "umount /vol; blockdev --setrw /dev/vdd; dd if=/dev/urandom of=/dev/vdd bs=1M count=4 conv=fsync"
+            assert await run(agent, f"cat /vol/a; {{ {spoil}; }} > /dev/null 2>&1") == (0, "kept")
+            machines.append(machine)
+        if not frozen.raw:
+            with pytest.raises(ConflictError, match="in use"):
+                await lab.restore(more=(writes,))
+        for machine in machines:
+            await machine.stop()
+        assert path.read_bytes() == before
+        await lab.restore(more=(writes,))
 
     in_lab(frozen, test)
 

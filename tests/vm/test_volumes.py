@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from llm4agents import ConflictError, NotFoundError, Sandbox, Volume
 from llm4agents.images.volumes import MIB, file_bytes
-from tests.support import Node, eventually
+from tests.support import Node, eventually, sdk_of
 
-pytestmark = pytest.mark.vm
+pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
 SMALL = {"template": "base", "memory_mib": 256}
 RAW = "/dev/vdd"
 """The first volume's disk in the guest: after root, upper and the slot of protected paths."""
@@ -315,3 +321,94 @@ def test_no_kill_loses_what_was_flushed(nodes: Callable[..., Node]) -> None:
     assert node.get(paused)["state"] == "failed"
     assert content(node, ident, "/a") == b"both\n"
     node.call("DELETE", f"/v1/volumes/{ident}")
+
+
+def test_what_a_dead_server_was_doing(nodes: Callable[..., Node]) -> None:
+    node = nodes().start()
+    kept, gone = volume(node, "kept", 8), volume(node, "gone", 8)
+    place = node.state / "volumes"
+    # A clone under way: its source has something to copy.
+    with (place / f"{kept}.raw").open("r+b") as file:
+        file.truncate(200 * MIB)
+        for at_mib in range(20, 200):
+            os.pwrite(file.fileno(), b"x" * MIB, at_mib * MIB)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Node.connect(node).post, f"/v1/volumes/{kept}/clone", json={"name": "half"})
+        eventually(lambda: list(place.glob(".*.tmp")) or asked.done())
+        node.kill9()
+        with contextlib.suppress(httpx.TransportError):
+            asked.result()
+    with sqlite3.connect(node.state / "store.db") as store:
+        # A delete that had begun, a create whose file was there, and holds of nobody.
+        store.execute("UPDATE volumes SET state = 'deleting' WHERE id = ?", (gone,))
+        store.execute(
+            "INSERT INTO volumes (id, project, name, kind, size_bytes, created_at, state, metadata)"
+            " VALUES ('vol_x', 'default', 'half-made', 'volume', 1, 1, 'creating', '{}')"
+        )
+        store.execute("INSERT INTO volume_holds VALUES (?, 'sbx_nobody', 'rw', 1)", (kept,))
+        store.execute("UPDATE volumes SET size_bytes = ? WHERE id = ?", (300 * MIB, kept))
+    (place / "vol_x.raw").touch()
+    (place / ".vol_y.tmp").touch()
+    node.start()
+    assert [one["name"] for one in node.call("GET", "/v1/volumes")["data"] if one["name"] != "half"] == [
+        "kept"
+    ]
+    assert {path.name for path in place.iterdir()} == {f"{kept}.raw"}
+    # Of a resize that had got as far as its row, the rest was done.
+    assert (place / f"{kept}.raw").stat().st_size == file_bytes(300 * MIB)
+    for name in ("half", "half-made", "gone"):
+        node.call("DELETE", f"/v1/volumes/{volume(node, name, 8)}")
+    node.call("DELETE", f"/v1/volumes/{kept}")
+
+
+def test_sdk_and_command_line(node: Node, tmp_path: Path) -> None:
+    def cli(*args: str, status: int = 0) -> str:
+        command = [sys.executable, "-m", "llm4agents", *args]
+        done = subprocess.run(
+            command, env=node.env, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout
+
+    with sdk_of(node):
+        cli("volume", "create", "sdk", "--size", "8M", "--metadata", "a=b")
+        mine = Volume.get("sdk")
+        assert mine.info().metadata == {"a": "b"} and [info.name for info in Volume.list()] == ["sdk"]
+        with pytest.raises(NotFoundError):
+            Volume.get("none")
+        with Sandbox("base", memory_mib=256, volumes={"/data": mine}) as box:
+            box.exec(
+                "mkdir -p /data/d/.git/hooks; echo 1 > /data/d/x; echo 2 > /data/d/.git/hooks/pre-push"
+            ).check()
+            (held,) = mine.info().attached
+            assert (held.sandbox, held.mode) == (box.id, "rw")
+            with pytest.raises(ConflictError, match=box.id):
+                mine.delete()
+            with pytest.raises(ConflictError, match="volumes"):
+                box.fork()
+            taken = mine.snapshot("taken")
+            box.pause()
+            assert [one["name"] for one in box.volumes.attach("/taken", taken, mode="ro")] == ["sdk", "taken"]
+            assert box.exec("cat /taken/d/x").stdout == "1\n"
+            box.pause()
+            assert [one["path"] for one in box.volumes.detach("taken")] == ["/data"]
+            box.resume()
+            assert box.volumes.list() == box.info().volumes
+            box.kill()
+        assert mine.files.read("d/x") == "1\n" and mine.files.exists("/d") and not mine.files.exists("/e")
+        assert [entry.path for entry in mine.files.list("/d")] in (["/d/.git", "/d/x"], ["/d/x", "/d/.git"])
+        assert cli("volume", "cat", "sdk:/d/x") == "1\n"
+        assert set(cli("volume", "files", "sdk:/d").split()) == {"/d/x", "/d/.git/"}
+        # What this machine would obey does not come out of a volume either.
+        cli("volume", "cp", "sdk:/d", "d", status=5)
+        assert (tmp_path / "d/x").read_text() == "1\n" and not list(tmp_path.glob("d/.git/hooks/*"))
+        cli("volume", "cp", "sdk:/d/x", ".envrc", status=5)
+        done = json.loads(
+            cli("run", "-t", "base", "--volume", "taken:/t:ro", "-l", "bash", "-c", "cat /t/d/x", "--json")
+        )
+        assert done["stdout"] == "1\n"
+        cli("volume", "resize", "sdk", "--size", "16")
+        assert cli("volume", "show", "sdk").count("size_mib: 16") == 1
+        cli("volume", "clone", "taken", "again")
+        cli("volume", "rm", "sdk", "taken", "again")
+        assert Volume.list() == []

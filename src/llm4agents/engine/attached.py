@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from llm4agents import limits
 from llm4agents.engine import parts, tops
-from llm4agents.errors import ConflictError, InvalidRequestError
+from llm4agents.errors import ConflictError, HostSetupError, InvalidRequestError
 from llm4agents.images import disk
 from llm4agents.images.process import Cancel, in_thread
 from llm4agents.images.volumes import Files
@@ -156,7 +156,7 @@ class Attached:
     overlays: Mapping[str, Path] = field(default_factory=dict)
 
     def request(self) -> list[dict[str, object]]:
-        """As `post_restore` has it. Raises OSError."""
+        """As `post_restore` has it. Raises HostSetupError."""
         return [
             {
                 "slot": entry["slot"],
@@ -202,7 +202,7 @@ class Attached:
         sizes = [0]
         for entry in self.entries:
             if entry["mode"] == "rw":
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(HostSetupError):
                     sizes.append(self.files.bytes(entry["volume"]))
         return max(sizes)
 

@@ -477,8 +477,7 @@ class Engine(Acts):
             self.store.change(live.row, ending=reason)
         live.end_error = live.end_error or SandboxDiedError(f"{live.row.id} ended: {reason}")
         try:
-            if attached.writable(live.row) and not live.agent.session.closed.done():
-                await self._flush(live)
+            await live.flush_volumes()
             with contextlib.suppress(LLM4AgentsError):
                 await asyncio.shield(live.machine.stop())
             with contextlib.suppress(LLM4AgentsError):
@@ -503,14 +502,6 @@ class Engine(Acts):
     def _volume_quota(self, project: str) -> int | None:
         bound = self.quotas.bound(project, "volumes_mib")
         return None if bound is None else int(bound) << 20
-
-    async def _flush(self, live: Live) -> None:
-        """What its processes have written to volumes is in them, and nothing comes after; as far as the guest lets
-        us."""
-        with contextlib.suppress(LLM4AgentsError, OSError, TimeoutError):
-            await live.write_deadline(at_least_s=limits.VOLUME_FLUSH_S)
-            async with asyncio.timeout(limits.VOLUME_FLUSH_S):
-                await live.agent.freeze(fs=True)
 
     def _settle(self) -> None:
         """Write what could not be written while the disk was full; ends come first in `places.remove`."""

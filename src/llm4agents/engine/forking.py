@@ -61,7 +61,9 @@ async def photograph(node: Node, row: SandboxRow, live: Live | None) -> AsyncIte
             diff = frozen_of(node, row)
             taken = await form.take(node, row, None, variant, node.places.photographs)
             top = node.places.chain(row)[0]
-            overlays = {slot: attached.overlay(top, slot) for slot in node.volumes.of(row).reading_slots}
+            theirs = {slot: attached.overlay(top, slot) for slot in node.volumes.of(row).reading_slots}
+            # One that was attached since has none yet.
+            overlays = {slot: path for slot, path in theirs.items() if path.exists()}
             yield Photograph(variant, base, diff, taken, env, 0.0, overlays)
         return
     if node.free_bytes() < limits.DISK_FREE_BYTES_MIN:

@@ -213,6 +213,17 @@ class Live:
         act: Literal["stop", "kill"] = "stop" if self.row.on_timeout == "pause" else "kill"
         await self.machine.set_deadline(clock.wall_s() + wait, act=act)
 
+    async def flush_volumes(self) -> None:
+        """What its processes have written to volumes is in them, and nothing comes after; as far as the guest lets
+        us."""
+        writes = any(entry.get("mode") == "rw" for entry in self.row.volumes or ())
+        if not writes or self.agent.session.closed.done():
+            return
+        with contextlib.suppress(LLM4AgentsError, OSError, TimeoutError):
+            await self.write_deadline(at_least_s=limits.VOLUME_FLUSH_S)
+            async with asyncio.timeout(limits.VOLUME_FLUSH_S):
+                await self.agent.freeze(fs=True)
+
     def stop_watching(self) -> None:
         self._watching = False
         for handle in (self._timer, self._sync):

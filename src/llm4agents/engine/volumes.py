@@ -101,9 +101,10 @@ class Volumes:
         found = table.rows(self._store, project, name=name, limit=limit, after=after)
         return [row for row in found if row.state != "deleting"]
 
-    def describe(self, row: VolumeRow) -> dict[str, Any]:
-        """As the wire has it. Readers of the command line are no attachments."""
-        held = [hold for hold in table.holds(self._store, row.id) if hold.holder.startswith("sbx_")]
+    def describe(self, row: VolumeRow, holds: Sequence[table.Hold] | None = None) -> dict[str, Any]:
+        """As the wire has it; `holds`: all there are, if they are known. A machine that reads is no attachment."""
+        found = table.holds(self._store, row.id) if holds is None else holds
+        held = [hold for hold in found if hold.volume == row.id and hold.holder.startswith("sbx_")]
         return {
             "id": row.id,
             "name": row.name,
@@ -116,6 +117,12 @@ class Volumes:
             "metadata": row.metadata,
             "attached": [{"sandbox": hold.holder, "mode": hold.mode} for hold in held],
         }
+
+    def describe_all(self, rows: Sequence[VolumeRow]) -> list[dict[str, Any]]:
+        by_volume: dict[str, list[table.Hold]] = {}
+        for hold in table.holds(self._store):
+            by_volume.setdefault(hold.volume, []).append(hold)
+        return [self.describe(row, by_volume.get(row.id, [])) for row in rows]
 
     # -- making and removing -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from llm4agents.errors import ConflictError
+from llm4agents.errors import ConflictError, HostSetupError
 from llm4agents.images import disk, process
 from llm4agents.images.cache import fsync
 from llm4agents.images.process import room
@@ -95,8 +95,14 @@ class Files:
         return gone
 
     def bytes(self, volume: str) -> int:
-        """Of the disk a guest gets. Raises OSError."""
-        return self.path(volume).stat().st_size
+        """Of the disk a guest gets. Raises HostSetupError when it is not there."""
+        try:
+            return self.path(volume).stat().st_size
+        except OSError as error:
+            raise HostSetupError(
+                f"the volume {self.path(volume)} cannot be had: {error.strerror}",
+                hint="its row is there, its file is not: was it removed by hand?",
+            ) from error
 
     def allocated_bytes(self, volume: str) -> int:
         """What it takes on the host now; 0 when it is not there."""

@@ -66,7 +66,7 @@ async def listing(
     project = None if principal.sees_all and name is None else principal.project
     rows = volumes.rows(project, name=name, limit=limit + 1, after=after)
     following = rows[limit - 1].id if len(rows) > limit else None
-    return Json({"data": [volumes.describe(row) for row in rows[:limit]], "next": following})
+    return Json({"data": volumes.describe_all(rows[:limit]), "next": following})
 
 
 @router.get("/v1/volumes/{volume}")

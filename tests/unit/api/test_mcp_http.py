@@ -182,18 +182,51 @@ def test_a_session_is_its_keys_and_ends(tmp_path: Path) -> None:
     run(test, tmp_path)
 
 
+def test_a_server_that_stops_waits_for_no_session(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        async with server.http(authorization=f"Bearer {server.key()}") as http:
+            begun = await http.post("/mcp", json=HANDSHAKE)
+            session = {
+                "mcp-session-id": begun.headers["mcp-session-id"],
+                "mcp-protocol-version": "2025-06-18",
+            }
+            async with http.stream("GET", "/mcp", headers=session) as events:
+                assert events.status_code == 200
+                server.context.stop.set()
+                async for _ in events.aiter_raw():
+                    pass
+            while server.context.active:  # until the test's time is up
+                await asyncio.sleep(0.005)
+
+    run(test, tmp_path)
+
+
 def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MCP_SESSIONS_MAX", 3)
-    monkeypatch.setattr(limits, "MCP_SESSION_IDLE_S", 0.3)
 
     async def test(server: Server) -> None:
         async with server.http(authorization=f"Bearer {server.key()}") as http:
             begun = [await http.post("/mcp", json=HANDSHAKE) for _ in range(4)]
             assert [answer.status_code for answer in begun] == [200, 200, 200, 503]
-            while (
-                await http.post("/mcp", json=HANDSHAKE)
-            ).status_code != 200:  # until one is idle for so long
+            await http.delete("/mcp", headers={"mcp-session-id": begun[0].headers["mcp-session-id"]})
+            assert (await http.post("/mcp", json=HANDSHAKE)).status_code == 200
+
+    run(test, tmp_path)
+
+
+def test_a_session_that_is_only_dropped_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MCP_SESSIONS_MAX", 1)
+    monkeypatch.setattr(limits, "MCP_SESSION_IDLE_S", 0.3)
+
+    async def test(server: Server) -> None:
+        async with server.http(authorization=f"Bearer {server.key()}") as http:
+            first = await http.post("/mcp", json=HANDSHAKE)
+            while (await http.post("/mcp", json=HANDSHAKE)).status_code != 200:  # until the test's time is up
                 await asyncio.sleep(0.05)
+            again = await http.post(
+                "/mcp", json=HANDSHAKE, headers={"mcp-session-id": first.headers["mcp-session-id"]}
+            )
+            assert again.status_code == 404
 
     run(test, tmp_path)
 

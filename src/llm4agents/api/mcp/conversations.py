@@ -112,6 +112,11 @@ class Conversations:
         self._known.move_to_end(key)
         return known.boxes
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return any(known.boxes.busy for known in self._known.values())
+
     async def end(self, who: Principal, session: str) -> None:
         """The client has said goodbye: the session's default sandbox ends."""
         known = self._known.pop((who.project, who.actor, session, None), None)

@@ -7,6 +7,7 @@ is its key's: for any other it is not there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 _SESSION = b"mcp-session-id"
+_LOOK_S = 0.05
 
 
 class Mcp:
@@ -129,6 +131,11 @@ class _Served:
             async with self.manager.run():
                 ready.set()
                 await self._context.stop.wait()
+                # Sessions would go on for ever; calls of theirs that are under way have the time that all have.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._context.settings.drain_s):
+                        while self.conversations.busy:  # noqa: ASYNC110 (once in a server's life)
+                            await asyncio.sleep(_LOOK_S)
 
         self._running = asyncio.create_task(run())
         begun = asyncio.create_task(ready.wait())

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 from llm4agents import __version__, limits
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
+from llm4agents.api.description import Description
 from llm4agents.api.mcp.endpoint import Mcp
 from llm4agents.api.measured import Measured
 from llm4agents.api.proxy.door import Ports
@@ -135,7 +136,9 @@ def _words(error: RequestValidationError) -> str:
 
 
 def create_app(context: Context) -> FastAPI:
-    app = FastAPI(title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="LLM4Agents sandbox", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.context = context
     for module in (
         health,
@@ -158,6 +161,7 @@ def create_app(context: Context) -> FastAPI:
         volumes,
     ):
         app.include_router(module.router)
+    app.router.routes.append(Route("/openapi.json", Description(), methods=["GET"], include_in_schema=False))
     app.router.routes.append(Route("/mcp", Mcp(), methods=["GET", "POST", "DELETE"], include_in_schema=False))
     app.add_middleware(Counted, context=context)
     app.add_middleware(Measured, context=context)

@@ -468,6 +468,34 @@ def test_a_disk_that_fills_while_running_stops_the_guest_and_not_the_server(
 
 
 @pytest.mark.root
+def test_a_disk_that_fills_costs_a_volume_nothing(nodes: Make, small_disk: Path) -> None:
+    node = nodes(state=small_disk / "s").start()
+    ident = node.call("POST", "/v1/volumes", json={"name": "kept", "size_mib": 48})["id"]
+    wish = {"memory_mib": 256, "volumes": [{"volume": "kept", "path": "/data"}]}
+    sandbox = node.create(**wish)
+    node.exec(sandbox, "echo kept > /data/file; sync")
+    ballast = small_disk / "ballast"
+    _fill(ballast, 8 * MIB)
+    write = "head -c 40000000 /dev/urandom > /data/more; sync; echo written"
+    answer = node.http.post(f"/v1/sandboxes/{sandbox}/exec", json={"command": write, "timeout_s": 50})
+    assert answer.status_code >= 500 and "disk is full" in answer.text
+    for path, body in (
+        ("/v1/volumes", {"name": "more", "size_mib": 8}),
+        (f"/v1/volumes/{ident}/snapshot", {"name": "copy"}),
+    ):
+        refused(node.http.post(path, json=body), "capacity", "room for")
+    # The machine is ended while it waits for room, in mid-write.
+    node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+    assert node.call("GET", f"/v1/volumes/{ident}")["attached"] == []
+    ballast.unlink()
+    after = node.create(**wish)
+    assert node.exec(after, "cat /data/file")["stdout"] == "kept\n"
+    assert node.exec(after, write, timeout_s=60)["stdout"] == "written\n"
+    node.call("DELETE", f"/v1/sandboxes/{after}")
+    assert [path.name for path in (node.state / "volumes").iterdir()] == [f"{ident}.raw"]
+
+
+@pytest.mark.root
 def test_a_disk_that_fills_while_building_leaves_no_half_template(nodes: Make, small_disk: Path) -> None:
     """A copy of the cache below, 40 MiB of room above: enough to begin a build and not to end it."""
     with copied_cache("blobs", "index", "probe", "build/bin", "templates/base") as below:

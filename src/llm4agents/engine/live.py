@@ -217,8 +217,8 @@ class Live:
         """What its processes have written to volumes is in them, and nothing comes after; as far as the guest lets
         us."""
         writes = any(entry.get("mode") == "rw" for entry in self.row.volumes or ())
-        if not writes or self.agent.session.closed.done():
-            return
+        if not writes or self.disk_full or self.agent.session.closed.done():
+            return  # a guest that stands still for room on the host would be waited for in vain
         with contextlib.suppress(LLM4AgentsError, OSError, TimeoutError):
             await self.write_deadline(at_least_s=limits.VOLUME_FLUSH_S)
             async with asyncio.timeout(limits.VOLUME_FLUSH_S):

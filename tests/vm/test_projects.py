@@ -178,3 +178,36 @@ def test_what_is_done_is_in_the_audit_and_keys_are_nowhere(team: Team) -> None:
     for key in (*team.keys, SECRET):
         assert key not in held
         assert not [path for path in files if key.encode() in path.read_bytes()], key[:4]
+
+
+def test_a_volume_is_its_projects(team: Team) -> None:
+    def made(key: str, **body: Any) -> httpx.Response:
+        return team.raw("POST", "/v1/volumes", key, json={"name": "data", "size_mib": 8, **body})
+
+    mine, theirs = made(team.ours).json()["id"], made(team.theirs).json()["id"]
+    for method, path in (
+        ("GET", ""),
+        ("DELETE", ""),
+        ("POST", "/snapshot"),
+        ("POST", "/clone"),
+        ("POST", "/resize"),
+        ("GET", "/files?path=/"),
+        ("GET", "/files/stat?path=/"),
+        ("GET", "/files/list?path=/"),
+        ("GET", "/files/tar?path=/"),
+    ):
+        assert team.raw(method, f"/v1/volumes/{mine}{path}", team.theirs).status_code == 404, path
+    assert made(team.theirs, name="copy", source=mine).status_code == 404
+    wish = {"template": "base", "memory_mib": 256, "volumes": [{"volume": mine, "path": "/data"}]}
+    assert team.raw("POST", "/v1/sandboxes", team.theirs, json=wish).status_code == 404
+    listed = team.raw("GET", "/v1/volumes", team.theirs).json()["data"]
+    assert [one["id"] for one in listed] == [theirs]
+    project = team.raw("GET", "/v1/whoami", team.theirs).json()["project"]
+    team.node.call("PATCH", f"/v1/projects/{project}", json={"quotas": {"volumes_mib": 20}})
+    for answer in (
+        made(team.theirs, name="more", size_mib=13),
+        team.raw("POST", f"/v1/volumes/{theirs}/resize", team.theirs, json={"size_mib": 21}),
+    ):
+        assert answer.status_code == 429 and answer.json()["details"]["quota"] == "volumes_mib", answer.text
+    for key, ident in ((team.ours, mine), (team.theirs, theirs)):
+        assert team.raw("DELETE", f"/v1/volumes/{ident}", key).status_code == 200

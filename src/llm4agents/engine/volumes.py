@@ -163,7 +163,8 @@ class Volumes:
         try:
             table.hold(self._store, source.id, row.id, "copy", clock.wall_s())
             async with self._writers_still(source):
-                await in_thread(lambda _: self.files.copy(source.id, row.id, row.size_bytes))
+                copied = await in_thread(lambda _: self.files.copy(source.id, row.id, row.size_bytes))
+            await in_thread(lambda _: self.files.appear(copied, row.id))
         except BaseException:
             self._undo(row)
             raise

@@ -61,19 +61,23 @@ class Files:
                 tmp.chmod(0o600)
                 file.truncate(file_bytes(size_bytes))
             await process.run([*argv, str(tmp)], cwd=self.root, needed_bytes=file_bytes(size_bytes) // 64)
-            self._appear(tmp, volume)
+            self.appear(tmp, volume)
         finally:
             tmp.unlink(missing_ok=True)
 
-    def copy(self, source: str, volume: str, size_bytes: int) -> None:
-        """A copy of one that nothing writes to, for `size_bytes` of it. Blocks. Raises CapacityError, ConflictError."""
+    def copy(self, source: str, volume: str, size_bytes: int) -> Path:
+        """A copy of one that nothing writes to, for `size_bytes` of it, which is not there before `appear`; `remove`
+        takes it back. Blocks. Raises CapacityError, ConflictError."""
         tmp = self._new(volume)
-        try:
-            disk.copy_sparse(self.path(source), tmp, durable=True)
-            _extend(tmp, file_bytes(size_bytes))
-            self._appear(tmp, volume)
-        finally:
-            tmp.unlink(missing_ok=True)
+        disk.copy_sparse(self.path(source), tmp)
+        _extend(tmp, file_bytes(size_bytes), sync=False)
+        return tmp
+
+    def appear(self, tmp: Path, volume: str) -> None:
+        """Durable, and then there. Blocks."""
+        fsync(tmp)
+        tmp.rename(self.path(volume))
+        fsync(self.root)
 
     def grow(self, volume: str, size_bytes: int) -> None:
         """Make room in the file of one that nothing has open; what is in it follows when a guest next mounts it."""
@@ -81,7 +85,8 @@ class Files:
 
     def remove(self, volume: str) -> None:
         """Idempotent, and durable."""
-        self.path(volume).unlink(missing_ok=True)
+        for path in (self.path(volume), *self.root.glob(f".{volume}.*")):
+            path.unlink(missing_ok=True)
         if self.root.is_dir():
             fsync(self.root)
 
@@ -117,20 +122,16 @@ class Files:
             raise ConflictError(f"{self.path(volume)} exists")
         return self.root / f".{volume}.{secrets.token_hex(4)}.tmp"
 
-    def _appear(self, tmp: Path, volume: str) -> None:
-        fsync(tmp)
-        tmp.rename(self.path(volume))
-        fsync(self.root)
 
-
-def _extend(path: Path, size: int) -> None:
+def _extend(path: Path, size: int, *, sync: bool = True) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         # Every VMM that writes to it has a lock on it (`vmm.base.Disk.lasts`): whoever says otherwise is wrong.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
-            os.fsync(fd)
+            if sync:
+                os.fsync(fd)
     except BlockingIOError:
         raise ConflictError(f"{path.name} is in use by a virtual machine") from None
     finally:

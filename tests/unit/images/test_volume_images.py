@@ -56,8 +56,12 @@ def test_the_root_is_the_users(files: Files) -> None:
 
 def test_a_copy_is_the_same_and_as_long_as_is_asked(files: Files) -> None:
     asyncio.run(files.make("vol_a", 8 * MIB))
-    files.copy("vol_a", "vol_b", 8 * MIB)
-    files.copy("vol_a", "vol_c", 16 * MIB)
+    for name, mib in (("vol_b", 8), ("vol_c", 16), ("vol_d", 8)):
+        copied = files.copy("vol_a", name, mib * MIB)
+        assert not files.path(name).exists()
+        if name != "vol_d":
+            files.appear(copied, name)
+    files.remove("vol_d")
     whole = files.path("vol_a").read_bytes()
     assert files.path("vol_b").read_bytes() == whole
     assert files.path("vol_c").read_bytes() == whole.ljust(file_bytes(16 * MIB), b"\0")

@@ -381,6 +381,10 @@ class LocalFile(Body):
     file: Path
 
 
+class Backup(LocalFile):
+    with_disks: bool = False
+
+
 class Stop(Body):
     keep: bool = False
 

@@ -151,7 +151,7 @@ GROUPS = {
     ),
     "server": (
         "server",
-        ("start", "run", "stop", "status", "ca"),
+        ("start", "run", "stop", "status", "ca", "backup", "restore"),
         "The local server (started when needed), or one for others.",
     ),
 }

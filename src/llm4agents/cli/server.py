@@ -1,4 +1,4 @@
-"""`server start|run|stop|status|ca`. Only `start` and `run` may start one."""
+"""`server start|run|stop|status|ca|backup|restore`. Only `start` and `run` may start one."""
 
 from __future__ import annotations
 
@@ -109,6 +109,67 @@ def ca(
         output.emit({"path": str(path), "sha256": digest, "pem": text})
     else:
         print(text.strip() if pem else path)
+
+
+def backup(
+    file: Annotated[str, typer.Argument(help="A new file; it will have every secret of the server.")],
+    with_disks: Annotated[
+        bool,
+        typer.Option("--with-disks", help="Also paused sandboxes and volumes, with all that is on them."),
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Write the state of the running server into a file.
+
+    The store, the keys, the certificates; not templates, logs, and sandboxes that run. See docs/howto/run-a-server.md.
+    """
+    from pathlib import Path
+
+    from llm4agents.cli import output
+    from llm4agents.sdk._sync.transport import transport
+
+    with transport() as way:
+        body = {"file": str(Path(file).absolute()), "with_disks": with_disks}
+        done = way.json("POST", "/v1/server/backup", body, wait_s=None)
+    if json:
+        output.emit(done)
+    else:
+        disks = f"; {done['sandboxes']} paused sandboxes, {done['volumes']} volumes" if with_disks else ""
+        output.say(f"{done['file']}: {done['bytes']} bytes{disks}")
+
+
+def restore(
+    file: Annotated[str, typer.Argument(help="What `server backup` has written.")], json: options.Json = False
+) -> None:
+    """Make the state directory, which must be empty, of a backup."""
+    import json as codec
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    from llm4agents.cli import output
+    from llm4agents.config import settings
+    from llm4agents.errors import HostSetupError, from_wire
+    from llm4agents.sdk import _local, _wire
+
+    _wire.check_platform(None)
+    settings().state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = [sys.executable, "-P", "-m", "llm4agents.api.restoring", str(Path(file).absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        for line in done.stderr.splitlines():
+            if line.startswith(_local.START_FAILED):
+                body = codec.loads(line.removeprefix(_local.START_FAILED))
+                raise from_wire(body, int(body["status"]))
+        raise HostSetupError(f"it could not be restored: {done.stderr.strip()[-500:]}")
+    found = codec.loads(done.stdout.splitlines()[-1])
+    if json:
+        output.emit(found)
+    else:
+        output.say(
+            f"restored into {settings().state}: {found['sandboxes']} paused sandboxes; "
+            f"{found['lost']} that lived had no disk in the backup and have ended"
+        )
 
 
 def _choose(vmm: str | None) -> None:

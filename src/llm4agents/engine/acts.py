@@ -141,6 +141,10 @@ class Acts(ABC):
                 )
             await self.resume(sandbox)
 
+    def still(self, sandbox: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within it nothing is done to the sandbox as a whole: it stays paused, if it is."""
+        return self._alone(sandbox)
+
     @contextlib.asynccontextmanager
     async def _alone(self, sandbox: str) -> AsyncIterator[None]:
         """One act on a sandbox at a time: pause, resume, fork, snapshot, end."""

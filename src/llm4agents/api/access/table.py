@@ -39,6 +39,7 @@ TABLE: Final[Mapping[str, Mapping[str, str]]] = {
     # the node
     "/v1/server": {"GET": "read sandboxes templates volumes secrets project"},
     "/v1/server/stop": {"POST": "node"},
+    "/v1/server/backup": {"POST": "node"},
     "/v1/doctor": {"GET": "node"},
     "/v1/du": {"GET": "node"},
     "/v1/prune": {"POST": "node"},

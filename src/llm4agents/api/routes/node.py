@@ -17,7 +17,7 @@ from starlette.responses import Response
 from llm4agents import __version__
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
-from llm4agents.engine import doctor, names
+from llm4agents.engine import backup, doctor, names
 from llm4agents.engine.templates import Progress, silent
 from llm4agents.errors import ForbiddenError, InvalidRequestError, LLM4AgentsError
 
@@ -55,6 +55,12 @@ async def stop(body: models.Stop, request: Request) -> Response:
     here.keep = body.keep
     here.stop.set()
     return Json({"stopping": True, "keep": body.keep}, status_code=202)
+
+
+@router.post("/server/backup")
+async def backup_(body: models.Backup, request: Request) -> Response:
+    work = backup.write(context.of(request).engine, _local(body.file), with_disks=body.with_disks)
+    return Json(await unless_gone(request, work))
 
 
 @router.get("/doctor")

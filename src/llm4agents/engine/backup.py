@@ -82,7 +82,9 @@ async def write(engine: Engine, file: Path, *, with_disks: bool) -> dict[str, An
         os.close(fd)
         small = sorted(path.name for path in staging.iterdir() if path.name != MANIFEST)
         argv = ["tar", "--create", "--sparse", "--numeric-owner", f"--file={partial}", "--exclude=*.sock"]
-        argv += [f"--directory={staging}", MANIFEST, *small, f"--directory={engine.settings.state}", *names]
+        argv += [f"--directory={staging}", MANIFEST, *small]
+        if names:
+            argv += [f"--directory={engine.settings.state}", *names]
         await process.run(argv, cwd=file.parent)
         with partial.open("rb") as made:
             os.fsync(made.fileno())
@@ -158,11 +160,6 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
             f"{state} is not empty (it has {found[0]})", hint="set LLM4AGENTS_STATE to a new directory"
         )
     keys = _keys(settings)
-    for name in (VAULT, CA):
-        if not keys[name].is_relative_to(state) and keys[name].exists():
-            raise ConflictError(
-                f"there is a {keys[name]} already", hint="move it away, or name another place"
-            )
     new = state / f".restore-{secrets.token_hex(6)}"
     new.mkdir(mode=0o700)
     try:

@@ -20,7 +20,6 @@ import h2.exceptions
 import h2.settings
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
-from hyperframe.frame import GoAwayFrame
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from llm4agents import limits
@@ -113,13 +112,15 @@ class Http2(asyncio.Protocol):
             self.transport.write(data)
 
     def shutdown(self) -> None:
-        """Takes no new stream; ends when those under way have."""
-        if not self._going:
-            self._going = True
-            frame = GoAwayFrame(0)
-            frame.last_stream_id, frame.error_code = self.conn.highest_inbound_stream_id, 0
-            self.transport.write(frame.serialize())
-        if not self._streams:
+        """Takes no new stream; ends when those under way have.
+
+        GOAWAY comes last and not first: there are clients that give up everything when they see one.
+        """
+        self._going = True
+        if not self._streams and not self.transport.is_closing():
+            with contextlib.suppress(h2.exceptions.ProtocolError):
+                self.conn.close_connection()
+            self.flush()
             self.transport.close()
 
     # -- frames
@@ -239,7 +240,7 @@ class Http2(asyncio.Protocol):
         if self._streams or self.transport.is_closing():
             return
         if self._going or self._shared.leaving:
-            self.transport.close()
+            self.shutdown()
             return
         self._ticket.idle()
         self._wait(self._bounds.keep_alive_s)

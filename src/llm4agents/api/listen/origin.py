@@ -123,9 +123,9 @@ def read(headers: Headers, peer: str | None, scheme: str, proxies: Proxies) -> O
         kept = [(name, value) for name, value in kept if name != b"host"]
         kept.insert(0, (b"host", named.encode("latin-1")))
         host = named
-    secure = {"https": "https", "wss": "https", "http": "http", "ws": "http"}.get(proto or "")
-    if secure is not None:
-        scheme = {"ws": {"https": "wss", "http": "ws"}}.get(scheme.removesuffix("s"), {}).get(secure, secure)
+    if proto in ("http", "https", "ws", "wss"):
+        kind = "ws" if scheme in ("ws", "wss") else "http"  # which no proxy changes
+        scheme = f"{kind}s" if proto in ("https", "wss") else kind
     return Origin(client, scheme, host, kept)
 
 

@@ -181,6 +181,8 @@ LISTEN_HEAD_BYTES_MAX: Final = 32_768
 LISTEN_HEADERS_MAX: Final = 128
 LISTEN_BODIES_BYTES_MAX: Final = 268_435_456
 """Of all bodies that are read whole, at once; and as much again of WebSocket messages that are not read yet."""
+LISTEN_SHARE_BYTES: Final = 262_144
+"""What each request, and each WebSocket, may have of it whoever has used it up."""
 LISTEN_REGISTER_BYTES_MAX: Final = 16_384
 """Of a request's body for which no key is needed."""
 LISTEN_STREAMS_MAX: Final = 100

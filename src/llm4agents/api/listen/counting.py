@@ -51,13 +51,14 @@ class Bucket:
 
 
 class Budget:
-    """Bytes that all clients together may have lying here unfinished."""
+    """Bytes that all clients together may have lying here unfinished. Small shares are given also from an empty one."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
 
-    def take(self, count: int) -> bool:
-        if self.used + count > self.limit:
+    def take(self, count: int, held: int) -> bool:
+        """`held`: what whoever asks has already."""
+        if self.used + count > self.limit and held + count > limits.LISTEN_SHARE_BYTES:
             return False
         self.used += count
         return True

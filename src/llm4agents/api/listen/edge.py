@@ -150,7 +150,7 @@ class _Body:
         if self._whole:
             if self._seen > self._limit:
                 raise self._too_large()
-            if not self._edge.bodies.take(count):
+            if not self._edge.bodies.take(count, self._held):
                 raise CapacityError("the server has no room for this request", hint="call again in a second")
             self._held += count
         return message

@@ -192,7 +192,7 @@ class Socket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._shared.messages.take(len(data)):
+        if not self._shared.messages.take(len(data), self._held):
             self._fail(CloseCode.TRY_AGAIN_LATER, "the server has no room for more")
             return
         self._held += len(data)

@@ -102,6 +102,8 @@ pub struct Agent {
     decoder: Option<Decoder>,
     out: Out,
     workers: Workers<Done>,
+    /// The process that has namespaces of its own, in which others are started while it runs.
+    init: Option<i32>,
     spawner: Spawner,
     children: OwnedFd,
     null: OwnedFd,
@@ -144,6 +146,7 @@ impl Agent {
             decoder: Some(Decoder::new()),
             out: Out::default(),
             workers: Workers::new()?,
+            init: None,
             spawner: Spawner::new(machine.is_some())?,
             children: sys::child_signals()?,
             null,
@@ -399,6 +402,7 @@ impl Agent {
                     "network",
                     "protect",
                     "volumes",
+                    "init",
                 ]
             } else {
                 &[]

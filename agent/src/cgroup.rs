@@ -22,6 +22,8 @@ const IDLE_MAX: usize = 16;
 
 pub struct Leaf {
     name: String,
+    /// Whether who lives in it divides it, so that nobody can afterwards.
+    divided: bool,
     dir: OwnedFd,
     events: OwnedFd,
 }
@@ -60,6 +62,16 @@ fn open(parent: RawFd, name: &str) -> io::Result<(OwnedFd, OwnedFd)> {
 
 fn c_str(bytes: &'static [u8]) -> &'static std::ffi::CStr {
     std::ffi::CStr::from_bytes_with_nul(bytes).unwrap_or_default()
+}
+
+/// An empty cgroup and those in it. What does not go is a directory left.
+fn remove(path: &str) {
+    for item in std::fs::read_dir(path).into_iter().flatten().flatten() {
+        if item.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove(&item.path().to_string_lossy());
+        }
+    }
+    let _ = std::fs::remove_dir(path);
 }
 
 impl Sandbox {
@@ -103,14 +115,17 @@ impl Sandbox {
         sys::cvt(unsafe { libc::mkdirat(self.dir.as_raw_fd(), path.as_ptr(), 0o755) })?;
         let (dir, events) = open(self.dir.as_raw_fd(), &name)?;
         let _ = put(dir.as_raw_fd(), "pids.max", &(self.pids_max / 2).max(1).to_string());
-        Ok(Leaf { name, dir, events })
+        Ok(Leaf { name, divided: false, dir, events })
     }
 
-    pub fn take(&mut self) -> io::Result<Leaf> {
-        match self.idle.pop() {
-            Some(leaf) => Ok(leaf),
-            None => self.make(),
-        }
+    /// `divided`: for an init, which makes cgroups of its own in it.
+    pub fn take(&mut self, divided: bool) -> io::Result<Leaf> {
+        let mut leaf = match self.idle.pop() {
+            Some(leaf) => leaf,
+            None => self.make()?,
+        };
+        leaf.divided = divided;
+        Ok(leaf)
     }
 
     /// Give back a leaf whose exec has ended, and look at those that still had processes.
@@ -123,7 +138,9 @@ impl Sandbox {
                 continue;
             }
             let leaf = self.lingering.swap_remove(at);
-            if self.idle.len() < IDLE_MAX {
+            if leaf.divided {
+                remove(&format!("{ROOT}/sandbox/{}", leaf.name));
+            } else if self.idle.len() < IDLE_MAX {
                 self.idle.push(leaf);
             } else if let Ok(name) = CString::new(leaf.name.as_str()) {
                 // SAFETY: a C string and plain integers. One that does not go now is one directory left.

@@ -66,6 +66,11 @@ pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Env
         variables.extend(own.map(|(name, value)| (name.as_bytes(), value)));
         defaults.iter().for_each(|(name, value)| set(&mut variables, name, value));
     }
+    let init = request.get("init").bool(false);
+    if init {
+        // How systemd is told that it is not the machine's own.
+        set(&mut variables, b"container", b"llm4agents");
+    }
     if *request.get("tty") != Value::Nil {
         set(&mut variables, b"TERM", request.get("tty").get("term").bytes().unwrap_or(b"xterm-256color"));
     }
@@ -97,7 +102,7 @@ pub fn command<'a>(request: &Value, user: &'a User, switch: bool, defaults: &Env
         wanted => cwd.push(&[crate::files::path(wanted)?.as_os_str().as_encoded_bytes_compat()]).ok_or_else(nul)?,
     }
     let identity = switch.then_some(Identity { uid: user.uid, gid: user.gid, groups: &user.groups });
-    Ok(Command { argv, env, files, cwd, identity, fds: [-1; 3], terminal: false, cgroup: None })
+    Ok(Command { argv, env, files, cwd, identity, fds: [-1; 3], terminal: false, cgroup: None, init, inside: None })
 }
 
 /// `OsStr::as_encoded_bytes` came after our oldest compiler.

@@ -358,7 +358,7 @@ fn machine(names: Names, upper: OwnedFd) -> Step<Machine> {
         names,
         disks: Disks::new(upper),
         volumes: Mounted::default(),
-        boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
+        boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().replace('-', ""),
     })
 }
 

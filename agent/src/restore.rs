@@ -16,6 +16,7 @@ const HOSTS_BYTES_FIRST: usize = 1024;
 const HOSTS_BYTES_MAX: usize = 1 << 20;
 pub const RUN: &str = "/run/llm4agents";
 pub const BOOT_ID: &str = "/run/llm4agents/boot-id";
+pub const BOOT_ID_C: &[u8] = b"/run/llm4agents/boot-id\0";
 /// What /etc has links to: in memory, since three writes to a disk's file system cost a fresh clone 40 ms.
 const HOSTNAME: &str = "/run/llm4agents/hostname";
 const HOSTS: &str = "/run/llm4agents/hosts";
@@ -78,7 +79,7 @@ impl<'a> Request<'a> {
         sys::set_wall_clock(self.unix_ns).map_err(at("set the clock"))?;
         names.set_hostname(self.hostname)?;
         names.machine_id.put(format!("{}\n", self.machine_id).as_bytes())?;
-        names.boot_id.put(format!("{}\n", self.boot_id).as_bytes())?;
+        names.boot_id.put(as_the_kernel_says_it(self.boot_id).as_bytes())?;
         // A guest whose root has renamed or unbound it wakes up all the same.
         match self.network.map_or(Ok(()), network::restore) {
             Err(failure) if failure.code == "not_found" => Ok(()),
@@ -106,6 +107,14 @@ fn reseed(random: &OwnedFd, entropy: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// A boot id in the form of /proc/sys/kernel/random/boot_id, which is what it is read as: journald takes no other.
+fn as_the_kernel_says_it(id: &str) -> String {
+    if id.len() != 32 || !id.is_ascii() {
+        return format!("{id}\n");
+    }
+    format!("{}-{}-{}-{}-{}\n", &id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..])
+}
+
 impl Names {
     /// Give the names of the machine their place in memory, with what the image says, and /etc links to it.
     pub fn link() -> Outcome<Self> {
@@ -127,7 +136,7 @@ impl Names {
         // As long as what a clone will write over them, which then cuts nothing off.
         let hex = |path: &str| fs::read_to_string(path).unwrap_or_default().replace('-', "");
         names.machine_id.put(hex("/proc/sys/kernel/random/uuid").as_bytes())?;
-        names.boot_id.put(hex("/proc/sys/kernel/random/boot_id").as_bytes())?;
+        names.boot_id.put(as_the_kernel_says_it(hex("/proc/sys/kernel/random/boot_id").trim()).as_bytes())?;
         Ok(names)
     }
 
@@ -218,6 +227,13 @@ mod tests {
                 && !text.contains("\ta\n")
                 && text.starts_with("127.0.0.1\tlocalhost\n")
         );
+    }
+
+    #[test]
+    fn a_boot_id_reads_as_the_kernels() {
+        let id = "0123456789abcdef0123456789abcdef";
+        assert_eq!(as_the_kernel_says_it(id), "01234567-89ab-cdef-0123-456789abcdef\n");
+        assert_eq!(as_the_kernel_says_it("b"), "b\n");
     }
 
     #[test]

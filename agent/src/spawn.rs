@@ -6,7 +6,7 @@
 use crate::sys::{self, cvt};
 use std::ffi::{c_char, c_int, c_long, c_void};
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 /// Many NUL-terminated strings in one allocation, and the array of pointers that execve wants.
@@ -42,6 +42,31 @@ pub struct Identity<'a> {
     pub groups: &'a [u32],
 }
 
+/// The namespaces of an init (see `enclose`), held open.
+pub struct Inside {
+    pid: OwnedFd,
+    mounts: OwnedFd,
+    cgroup: OwnedFd,
+    /// The agent's own, to come back to.
+    own: OwnedFd,
+}
+
+impl Inside {
+    /// Those of process `pid`.
+    pub fn of(pid: i32) -> io::Result<Self> {
+        let open = |path: String| {
+            let path = std::ffi::CString::new(path).unwrap_or_default();
+            sys::open(&path, libc::O_RDONLY | libc::O_CLOEXEC, 0)
+        };
+        Ok(Self {
+            pid: open(format!("/proc/{pid}/ns/pid"))?,
+            mounts: open(format!("/proc/{pid}/ns/mnt"))?,
+            cgroup: open(format!("/proc/{pid}/ns/cgroup"))?,
+            own: open("/proc/self/ns/pid".to_owned())?,
+        })
+    }
+}
+
 pub struct Command<'a> {
     pub argv: Strings,
     pub env: Strings,
@@ -57,6 +82,10 @@ pub struct Command<'a> {
     pub terminal: bool,
     /// The cgroup (a directory) to be born into.
     pub cgroup: Option<RawFd>,
+    /// Whether it is process 1 of a PID namespace, with mounts of its own and its cgroup for a root: see `enclose`.
+    pub init: bool,
+    /// Whose processes, mounts and cgroup tree it is to see; None: the machine's.
+    pub inside: Option<Inside>,
 }
 
 /// At which step a start failed.
@@ -79,6 +108,9 @@ struct Child {
     groups_len: usize,
     fds: [RawFd; 3],
     terminal: bool,
+    init: bool,
+    /// Mount and cgroup namespaces to enter, or -1.
+    enter: [RawFd; 2],
     errno: c_int,
     step: Step,
 }
@@ -89,7 +121,7 @@ const STACK: usize = 64 * 1024;
 pub struct Spawner {
     stack: *mut c_void,
     /// /proc/self/oom_score_adj, held open: it is inherited, so it is ours only between two starts.
-    oom: Option<std::os::fd::OwnedFd>,
+    oom: Option<OwnedFd>,
 }
 
 impl Spawner {
@@ -118,7 +150,6 @@ impl Spawner {
 
     fn oom_score(&self, score: &str) {
         if let Some(fd) = &self.oom {
-            use std::os::fd::AsRawFd;
             let _ = sys::write(fd.as_raw_fd(), score.as_bytes());
         }
     }
@@ -139,13 +170,21 @@ impl Spawner {
             groups_len: command.identity.as_ref().map_or(0, |who| who.groups.len()),
             fds: command.fds,
             terminal: command.terminal,
+            init: command.init,
+            enter: command.inside.as_ref().map_or([-1; 2], |to| [to.cgroup.as_raw_fd(), to.mounts.as_raw_fd()]),
             errno: 0,
             step: Step::Setup,
         };
+        if let Some(inside) = &command.inside {
+            children_in(&inside.pid).map_err(|error| (Step::Setup, error))?;
+        }
         self.oom_score("0");
         // SAFETY: `child` and what it points to outlive the call, which returns after the child has let go of them.
         let pid = unsafe { clone_vfork(&mut child, self.stack, command.cgroup) };
         self.oom_score("-1000");
+        if let Some(inside) = &command.inside {
+            let _ = children_in(&inside.own); // a namespace that one comes from lets one back
+        }
         let pid = pid.map_err(|error| (Step::Setup, error))?;
         if child.errno != 0 {
             sys::reap(pid, true);
@@ -153,6 +192,12 @@ impl Spawner {
         }
         Ok(pid)
     }
+}
+
+/// The PID namespace of what this thread starts from now on.
+fn children_in(namespace: &OwnedFd) -> io::Result<()> {
+    // SAFETY: an open descriptor and a plain integer.
+    cvt(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWPID) }).map(drop)
 }
 
 #[repr(C)]
@@ -173,11 +218,21 @@ struct CloneArgs {
 
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
+fn namespaces(init: bool) -> u64 {
+    if init {
+        (libc::CLONE_NEWPID | libc::CLONE_NEWNS) as u64
+    } else {
+        0
+    }
+}
+
 /// # Safety: `child` is complete, `stack` has STACK bytes that nothing else uses.
 #[cfg(target_arch = "x86_64")]
 unsafe fn clone_vfork(child: &mut Child, stack: *mut c_void, cgroup: Option<RawFd>) -> io::Result<i32> {
     let args = CloneArgs {
-        flags: (libc::CLONE_VM | libc::CLONE_VFORK) as u64 | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 },
+        flags: (libc::CLONE_VM | libc::CLONE_VFORK) as u64
+            | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 }
+            | namespaces(child.init),
         exit_signal: libc::SIGCHLD as u64,
         stack: stack as u64,
         stack_size: STACK as u64,
@@ -227,7 +282,7 @@ unsafe fn clone_vfork(child: &mut Child, _stack: *mut c_void, cgroup: Option<Raw
     let copy = shared.cast::<Child>();
     ptr::copy_nonoverlapping(child, copy, 1);
     let args = CloneArgs {
-        flags: libc::CLONE_VFORK as u64 | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 },
+        flags: libc::CLONE_VFORK as u64 | if cgroup.is_some() { CLONE_INTO_CGROUP } else { 0 } | namespaces(child.init),
         exit_signal: libc::SIGCHLD as u64,
         cgroup: cgroup.unwrap_or(0) as u64,
         ..CloneArgs::default()
@@ -269,6 +324,14 @@ unsafe fn become_program(child: &mut Child) -> io::Result<()> {
     raw(libc::syscall(libc::SYS_rt_sigaction, libc::SIGPIPE, &default, 0usize, 8usize))?;
     raw(libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &nothing, 0usize, 8usize))?;
     raw(libc::syscall(libc::SYS_setsid))?;
+    if child.init {
+        enclose()?;
+    }
+    for (namespace, kind) in child.enter.iter().zip([libc::CLONE_NEWCGROUP, libc::CLONE_NEWNS]) {
+        if *namespace >= 0 {
+            raw(libc::syscall(libc::SYS_setns, *namespace, kind))?;
+        }
+    }
     for (to, from) in child.fds.iter().enumerate() {
         raw(libc::syscall(libc::SYS_dup3, *from, to as c_int, 0))?;
     }
@@ -288,6 +351,30 @@ unsafe fn become_program(child: &mut Child) -> io::Result<()> {
         raw(libc::syscall(libc::SYS_faccessat, libc::AT_FDCWD, path, libc::X_OK))?;
         raw(libc::syscall(libc::SYS_execve, path, child.argv, child.env))
     })
+}
+
+/// What an init of a distribution expects to find: the processes of its namespace in /proc, a /sys it cannot change,
+/// and its own cgroup, which it may divide, as the root of the tree. /run and /tmp stay everybody's, so that its
+/// sockets can be reached from outside (systemctl). The names are of our own mount namespace.
+///
+/// # Safety: only called in the fresh child, in new PID and mount namespaces.
+unsafe fn enclose() -> io::Result<()> {
+    let mount = |source: &[u8], target: &[u8], kind: &[u8], flags: libc::c_ulong| {
+        let (source, target, kind): (*const u8, *const u8, *const u8) =
+            (source.as_ptr(), target.as_ptr(), kind.as_ptr());
+        cvt(libc::syscall(libc::SYS_mount, source, target, kind, flags, 0usize) as c_int).map(drop)
+    };
+    let safe = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    // Only now: it is the cgroup it was born into that becomes the root.
+    cvt(libc::syscall(libc::SYS_unshare, libc::CLONE_NEWCGROUP) as c_int)?;
+    mount(b"\0", b"/\0", b"\0", libc::MS_REC | libc::MS_SLAVE)?;
+    mount(b"proc\0", b"/proc\0", b"proc\0", safe)?;
+    let _ = mount(crate::restore::BOOT_ID_C, b"/proc/sys/kernel/random/boot_id\0", b"\0", libc::MS_BIND);
+    mount(b"\0", b"/sys\0", b"\0", safe | libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY)?;
+    // A file system is not mounted over itself, however different its root is here.
+    let tree: *const u8 = b"/sys/fs/cgroup\0".as_ptr();
+    cvt(libc::syscall(libc::SYS_umount2, tree, libc::MNT_DETACH) as c_int)?;
+    mount(b"cgroup2\0", b"/sys/fs/cgroup\0", b"cgroup2\0", safe)
 }
 
 /// Try each until one works; the error is the first one that says more than "not there".
@@ -314,7 +401,6 @@ unsafe fn first(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsRawFd;
 
     fn run(files: &[&str], argv: &[&str], cwd: &str) -> Result<(i32, Vec<u8>), (Step, i32)> {
         let null = sys::open(std::ffi::CStr::from_bytes_with_nul(b"/dev/null\0").unwrap(), libc::O_RDWR, 0).unwrap();
@@ -333,6 +419,8 @@ mod tests {
             fds: [null.as_raw_fd(), writer.as_raw_fd(), null.as_raw_fd()],
             terminal: false,
             cgroup: None,
+            init: false,
+            inside: None,
         };
         let pid = Spawner::new(false)
             .unwrap()

@@ -7,6 +7,7 @@ use crate::frame;
 use crate::managed::Wanted;
 use crate::msgpack::{Value, Writer};
 use crate::pty::Pty;
+use crate::spawn::Inside;
 use crate::stream::{Inlet, Kind, Outlet};
 use crate::sys::{self, EDGE, IN, OUT};
 use std::io;
@@ -21,6 +22,9 @@ impl Agent {
         let timeout = exec::timeout(request)?;
         let (user, switch) = self.user(request)?;
         let mut command = exec::command(request, &user, switch, &self.environment)?;
+        if command.init && (self.machine.is_none() || user.uid != 0 || self.init.is_some()) {
+            return Err(Failure::invalid("init is for root, in a machine, and for one at a time"));
+        }
         let service = request.get("service");
         let restore_signal = match service.get("restore_signal") {
             Value::Nil => 0,
@@ -32,6 +36,9 @@ impl Agent {
         if let Some(wanted) = &wanted {
             self.managed.admit(&wanted.id)?;
         }
+        if let Some(init) = self.init.filter(|_| !is_service && request.get("inside").bool(true)) {
+            command.inside = Inside::of(init).ok(); // none, if it has just ended
+        }
         let terminal = match wanted.as_ref().and_then(|wanted| wanted.terminal) {
             Some((rows, columns)) => {
                 Some(Pty::open(rows, columns, switch.then_some(user.uid)).map_err(at("open a terminal"))?)
@@ -39,7 +46,7 @@ impl Agent {
             None => None,
         };
         let leaf = match &mut self.machine {
-            Some(machine) => Some(machine.sandbox.take().map_err(at("make a cgroup"))?),
+            Some(machine) => Some(machine.sandbox.take(command.init).map_err(at("make a cgroup"))?),
             None => None,
         };
         command.cgroup = leaf.as_ref().map(crate::cgroup::Leaf::fd);
@@ -67,6 +74,9 @@ impl Agent {
                 return Err(exec::failed(request, step, &error));
             }
         };
+        if command.init {
+            self.init = Some(pid);
+        }
         let (stdin, outlets) = match (terminal, stdout, stderr) {
             (Some(Pty { master, .. }), ..) => {
                 (master.try_clone().ok(), [Outlet::of_terminal(master, 1), Outlet::closed(2)])
@@ -124,6 +134,7 @@ impl Agent {
         let mut siginfo = [0; 128];
         let _ = sys::read(self.children.as_raw_fd(), &mut siginfo);
         while let Some(ended) = sys::reap(-1, false) {
+            self.init = self.init.filter(|pid| *pid != ended.pid);
             let exec = self.streams.iter_mut().find_map(|(id, stream)| match &mut stream.kind {
                 Kind::Exec(exec) if exec.pid == ended.pid && exec.ended.is_none() => Some((*id, exec)),
                 _ => None,

@@ -320,15 +320,19 @@ class ManagedVerbs:
         user: str | int | None = "user",
         stdin: bool | bytes = False,
         timeout_s: float | None = None,
+        init: bool = False,
         timeout: float = VERB_TIMEOUT_S,
     ) -> Attached:
         """Start a managed process and attach to it; returns when its execve has succeeded.
 
         `timeout_s`: how long it may run before its group is killed, whoever watches; `timeout`: how long it may take
-        to start. Raises ConflictError when there is one of that `id`, else as `exec`.
+        to start; `init`: as of `exec`. Raises ConflictError when there is one of that `id`, else as `exec`.
         """
         self.session.need("managed", "managed processes")
         options: dict[str, object] = {"id": id, "tag": tag, "full": full, "stdin": stdin is not False}
+        if init:
+            self.session.need("init", "starting an init")
+            options["init"] = True
         if keep_bytes is not None:
             options["keep"] = keep_bytes
         if tty is not None:

@@ -146,14 +146,20 @@ class Agent(ManagedVerbs):
         stdin: bool | bytes = False,
         timeout_s: float | None = None,
         service: Service | None = None,
+        init: bool = False,
+        inside: bool = True,
         timeout: float = VERB_TIMEOUT_S,
     ) -> Process:
         """Start a program; returns when its execve has succeeded.
 
         `stdin`: bytes to feed it, True for `write_stdin`, False for /dev/null. `timeout_s`: how long it may
-        run before its group is killed; `timeout`: how long it may take to start. Raises InvalidRequestError
-        (code `exec_failed`) when it cannot be started.
+        run before its group is killed; `timeout`: how long it may take to start. `init` (root's alone): it is process 1
+        of a PID namespace, with a /proc, /sys and cgroup tree of its own, as systemd wants it. `inside` False: not in
+        the namespaces of an init that runs. Raises
+        InvalidRequestError (code `exec_failed`) when it cannot be started.
         """
+        if init:
+            self.session.need("init", "starting an init")
         arguments = exec_arguments(argv, env, env_clear, cwd, user, timeout_s)
         subject = show(argv[0])
         stream, reply = await self._open(
@@ -162,6 +168,8 @@ class Agent(ManagedVerbs):
                 **arguments,
                 "stdin": stdin is not False,
                 "service": service and {"name": service.name, "restore_signal": service.restore_signal},
+                **({"init": True} if init else {}),
+                **({} if inside else {"inside": False}),
             },
             timeout=timeout,
             subject=subject,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import posixpath
 import shlex
 from typing import Final
 
@@ -61,6 +62,7 @@ async def start(agent: Agent, wanted: Start, run: Run, state: State, progress: P
             env=dict(state.env),
             cwd=state.workdir,
             user=wanted.user or state.user,
+            init=await _is_systemd(agent, run),
         )
         attached.detach()
     except (GuestError, InvalidRequestError) as error:
@@ -124,6 +126,17 @@ async def warm(agent: Agent, commands: tuple[Run, ...], state: State, progress: 
             raise failed(
                 f"warm[{at}]", words(run), how, bytes(said), step=f"warm[{at}]", exit_code=status.exit_code
             )
+
+
+async def _is_systemd(agent: Agent, run: Run) -> bool:
+    """Whether that is systemd, by the file it is: it wants to be process 1, of a namespace of its own."""
+    if isinstance(run, str) or posixpath.basename(run[0]) not in ("init", "systemd"):
+        return False
+    path = run[0] if run[0].startswith("/") else f"/sbin/{run[0]}"
+    with contextlib.suppress(LLM4AgentsError):
+        found = await agent.stat(path, user="root", follow=False)
+        return posixpath.basename(found.target or path) == "systemd"
+    return False
 
 
 async def _is(agent: Agent, ready: Ready, state: State) -> bool:

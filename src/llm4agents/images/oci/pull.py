@@ -71,13 +71,15 @@ async def layers(
     """The blobs of `wanted`, in their order; a few are fetched at a time."""
     missing = {blob.hex: blob for blob in wanted if cache.blob(blob.hex) is None}
     total = sum(blob.size for blob in missing.values())
-    done = 0
+    done, told = 0, -1
 
     def got(more: int) -> None:
-        nonlocal done
+        nonlocal done, told
         done += more
-        words = f"fetching {total / 1e6:.0f} MB in {len(missing)} layers"
-        progress("pull", words, done / total if total else 1.0)
+        percent = 100 * done // total if total else 100
+        if percent != told:
+            told = percent
+            progress("pull", f"fetching {total / 1e6:.0f} MB in {len(missing)} layers", percent / 100)
 
     turns = asyncio.Semaphore(1 if isinstance(source._where, Layout) else limits.OCI_DOWNLOADS_MAX)
 

@@ -139,13 +139,19 @@ class Registry:
             if state.size and not (answer.status == 206 and begins and int(begins[1]) == state.size):
                 state.restart()
             pending = bytearray()
-            async for piece in answer.body:
-                pending += piece
-                if state.size + len(pending) > state.blob.size:
-                    refuse(f"{state.blob.digest} is longer than the {state.blob.size:,} bytes it is to have")
-                if len(pending) >= _PIECE_BYTES:
-                    await asyncio.to_thread(state.add, bytes(pending))
-                    pending.clear()
+            try:
+                async for piece in answer.body:
+                    pending += piece
+                    if state.size + len(pending) > state.blob.size:
+                        refuse(
+                            f"{state.blob.digest} is longer than the {state.blob.size:,} bytes it is to have"
+                        )
+                    if len(pending) >= _PIECE_BYTES:
+                        await asyncio.to_thread(state.add, bytes(pending))
+                        pending.clear()
+            except _BROKEN:
+                await asyncio.to_thread(state.add, bytes(pending))
+                raise
             await asyncio.to_thread(state.add, bytes(pending))
         if state.size < state.blob.size:
             raise _Again(f"it ended after {state.size:,} of {state.blob.size:,} bytes")
@@ -229,6 +235,8 @@ class Registry:
                 else "does it want credentials (auth)?"
             )
             raise ForbiddenError(words, hint=hint)
+        if answer.status == 416:
+            refuse("a blob of it is shorter in the registry than it is to be")
         if answer.status == 404:
             raise NotFoundError(f"there is no {self._remote}: {said}", hint="is its name and tag right?")
         raise HostSetupError(words)
@@ -316,7 +324,7 @@ def _pointless(error: Exception) -> bool:
     words = str(error)
     return isinstance(error, httpcore.ConnectError) and any(
         word in words
-        for word in ("CERTIFICATE_VERIFY", "WRONG_VERSION", "RECORD_LAYER", "refused", "resolved")
+        for word in ("CERTIFICATE_VERIFY", "WRONG_VERSION", "RECORD_LAYER", "attempts failed", "resolved")
     )
 
 

@@ -42,15 +42,15 @@ class Url:
     @classmethod
     def parse(cls, text: str, base: Url | None = None) -> Url:
         """Raises HostSetupError for what is none: such come from registries."""
-        if base is not None and text:
-            text = urllib.parse.urljoin(str(base), text)
         try:
+            text = urllib.parse.urljoin(str(base), text) if base is not None and text else text
             parts = urllib.parse.urlsplit(text)
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             host = parts.hostname or ""
+            bad = not host or "@" in parts.netloc or not text.isascii()
         except (ValueError, KeyError):
-            host = port = 0  # type: ignore[assignment]
-        if not host or "@" in parts.netloc or not text.isascii() or re.search(r"[\x00-\x20\x7f\\]", text):
+            bad = True
+        if bad or re.search(r"[\x00-\x20\x7f\\]", text):
             raise HostSetupError(f"the registry names an address that cannot be asked: {text[:200]!r}")
         return cls(parts.scheme, host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
 

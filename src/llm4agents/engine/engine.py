@@ -160,7 +160,7 @@ class Engine(Acts):
             settings.state / "builds",
             (settings.registry, settings.registries),
         )
-        self.builds.find = names.ref
+        self.builds.find, self.builds.room = names.ref, self.check_more_templates
         self.templates.rebuild = self.builds.rebuild
         self.creating = 0
         self._live: dict[str, Live] = {}

@@ -113,6 +113,8 @@ class Builds:
         self._running: dict[tuple[str, str, Shape, bool], _Build] = {}
         self.find: Callable[[str, str], str] = lambda name, project: name
         """The template that a name means to a project."""
+        self.room: Callable[[str], None] = lambda project: None
+        """Asked before a template that its project has not. Raises QuotaError."""
 
     # -- asking for one -----------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class Builds:
         """The template, built if it is not there as it would be; who asks for the same shares one build.
 
         `listener` is told of all of it, also of what was before it came. Who goes away (is cancelled) leaves it to the
-        others; the last one's going ends it. Raises TemplateBuildError, InvalidRequestError, ConflictError when it is
-        being built from another recipe, CapacityError, HostSetupError, BootError.
+        others; the last one's going ends it. Raises TemplateBuildError, InvalidRequestError, QuotaError, ConflictError
+        when it is being built from another recipe, CapacityError, HostSetupError, BootError.
         """
         build = await self._join(wanted)
         task = build.task
@@ -156,6 +158,8 @@ class Builds:
         if found is not None:
             return found
         self._check_copies(wanted)
+        if not (self._workshop.cache.templates / wanted.name).is_dir():
+            self.room(wanted.project)
         self._running[build.key] = build
         build.task = asyncio.create_task(self._made(build))
         build.task.add_done_callback(lambda _: self._over(build))

@@ -21,7 +21,7 @@ from llm4agents.api.listen import tls
 from llm4agents.api.listen.counting import Bounds
 from llm4agents.api.listen.listener import Address
 from llm4agents.api.listen.opening import Opened
-from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError, SandboxNotFoundError
 from llm4agents.sdk._sync.transport import Transport
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -260,8 +260,8 @@ def test_the_sdk_trusts_what_it_is_told_to(
     with client(CA_FILE=str(local.ca)) as transport:
         assert transport.json("GET", "/v1/sandboxes")["data"] == []
         path = "/v1/sandboxes/sbx_0123456789abcdefghij/processes/x/attach"
-        with transport.websocket(path) as sock:
-            assert "sandbox_not_found" in str(sock.receive(timeout=10))
+        with pytest.raises(SandboxNotFoundError):  # the gate's answer, over the same trust
+            transport.websocket(path)
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with client() as transport, pytest.raises(LLM4AgentsError, match="certificate verify failed"):
         transport.json("GET", "/v1/sandboxes")

@@ -27,7 +27,7 @@ REGISTRIES = [
     )
 ]
 # Reserved names, names without a dot, numbers, and the two files that are others' words.
-HOSTS = re.compile(r"[\w-]*|\d+(\.\d+){3}|([\w-]+\.)*example(\.(com|org|net))?")
+HOSTS = re.compile(r"[\w-]*|\d+(\.\d+){3}|([\w-]+\.)*(example(\.(com|org|net))?|localhost)")
 VERBATIM = {"LICENSE", "Cargo.lock"}
 MADE = re.compile(
     r"(^|/)(__pycache__|target|dist|build|demo-out|_bin|\.venv|\.\w+_cache|\.hypothesis)/"

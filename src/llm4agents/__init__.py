@@ -87,10 +87,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError GuestError "
+    "AuthenticationError BootError CapacityError ConflictError ConnectionLostError CorruptSnapshotError "
+    "ForbiddenError GuestError "
     "HostSetupError InvalidRequestError LLM4AgentsError NotFoundError NotStartedError "
     "PathNotFoundError PortError PortRefusedError ProgramFailedError ProtocolError "
-    "ProtectedPathError SandboxDiedError SandboxNotFoundError "
+    "ProtectedPathError QuotaError SandboxDiedError SandboxNotFoundError "
     "SandboxPausedError ServerUnavailableError TemplateBuildError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError "
     "AuthenticationError ForbiddenError QuotaError HeadTooLargeError MisdirectedError SlowRequestError TooLargeError"

@@ -169,7 +169,7 @@ class Engine(Acts):
         self._unwritten: list[Callable[[], None]] = []
         self._closing = False
         self.volumes = Volumes(store, settings.state, free_bytes=self._free_bytes, still=self._still)
-        self.volumes.quota_bytes = self._volume_quota
+        self.volumes.quota_bytes = self.quotas.volumes_bytes
         self.node = Node(
             self.drivers,
             store,
@@ -498,10 +498,6 @@ class Engine(Acts):
         finally:
             self._live.pop(live.row.id, None)
             live.ended.set()
-
-    def _volume_quota(self, project: str) -> int | None:
-        bound = self.quotas.bound(project, "volumes_mib")
-        return None if bound is None else int(bound) << 20
 
     def _settle(self) -> None:
         """Write what could not be written while the disk was full; ends come first in `places.remove`."""

@@ -23,6 +23,8 @@ from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
 from llm4agents.engine import keys
 from llm4agents.engine.principal import SCOPES
+from llm4agents.store import volumes
+from llm4agents.store.volumes import VolumeRow
 
 MINE, THEIRS, NEVER = ("sbx_" + letter * 20 for letter in "mtn")
 
@@ -140,14 +142,18 @@ def test_what_another_project_has_is_as_what_never_was(served: Served) -> None:
     ours, theirs = served.project("ours"), served.project("theirs")
     served.sandbox(MINE, ours)
     served.sandbox(THEIRS, theirs)
+    volume, no_volume = "vol_" + "a" * 20, "vol_" + "b" * 20
+    store = served.context.engine.store
+    row = VolumeRow(volume, theirs, "v", "volume", 1, 0.0, None, "ready")
+    served.on_loop(volumes.add, store, row, most=9, most_bytes=None)
     key = served.key(ours, scopes=[scope for scope in SCOPES if scope != "node"])
     for method, pattern, path in paths(served, THEIRS):
-        if "{sandbox}" not in pattern or method == "WS":
+        if method == "WS" or not ("{sandbox}" in pattern or "{volume}" in pattern):
             continue
         said = served.ask(method, path, key)
-        never = served.ask(method, path.replace(THEIRS, NEVER), key)
+        never = served.ask(method, path.replace(THEIRS, NEVER).replace(volume, no_volume), key)
         assert said.status_code == never.status_code == 404, (method, path, said.text)
-        assert said.text.replace(THEIRS, NEVER) == never.text
+        assert said.text.replace(THEIRS, NEVER).replace(volume, no_volume) == never.text
     for path in ("ports/8080/", "ports/8080/some/file", "ports/22/tcp"):
         said = served.ask("GET", f"/v1/sandboxes/{THEIRS}/{path}", key)
         assert (said.status_code, said.json()["code"]) == (404, "sandbox_not_found")
@@ -163,6 +169,11 @@ def test_what_another_project_has_is_as_what_never_was(served: Served) -> None:
     refused = served.ask("GET", "/v1/whoami", key, headers=by_header)
     assert refused.status_code == 502 and "there is no sandbox" in refused.text.lower()
     assert served.ask("GET", f"/v1/sandboxes/{MINE}", key).json()["project"] == ours
+    assert volume not in served.ask("GET", "/v1/volumes", key).text
+    # A port's refusal is ours to write down, whoever would answer there.
+    asked = served.ask("GET", f"/v1/sandboxes/{MINE}/ports/80/", headers={"x-request-id": "a-port"})
+    assert asked.status_code == 401
+    assert [row["action"] for row in served.audit(request="a-port")] == ["GET a port"]
 
 
 def test_lists_are_of_ones_own(served: Served) -> None:

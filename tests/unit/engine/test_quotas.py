@@ -1,0 +1,120 @@
+"""Quotas and keys as decisions: bounds, rates, who may make what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm4agents.engine.invites import _network
+from llm4agents.engine.keys import Keys
+from llm4agents.engine.principal import DEFAULT, ORDINARY, SCOPES, Principal
+from llm4agents.engine.projects import Projects
+from llm4agents.engine.quotas import Bucket, Quotas, checked, exceeded
+from llm4agents.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    QuotaError,
+)
+from llm4agents.store import open_store
+
+
+def test_what_is_not_set_has_no_bound() -> None:
+    assert exceeded({}, {"vcpus": 9e9}, {"vcpus": 1}) is None
+    assert exceeded({"vcpus": 2}, {"vcpus": 1}, {"vcpus": 1}) is None
+    assert exceeded({"vcpus": 2}, {"vcpus": 2}, {"vcpus": 1}) == ("vcpus", 2, 2)
+    assert exceeded({"vcpus": 2}, {"vcpus": 5}, {"vcpus": 0}) is None  # lowered below what there is
+    assert exceeded({"disk_mib": 0}, {}, {"disk_mib": 64}) == ("disk_mib", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"x": 1}, {"vcpus": 1.5}, {"vcpus": True}, {"vcpus": -1}, {"creates_per_s": float("inf")}]
+)
+def test_a_quota_is_a_number_of_a_known_name(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError):
+        checked(bad)
+    assert checked({"vcpus": 2, "memory_mib": None, "creates_per_s": 0.5}) == {
+        "vcpus": 2,
+        "creates_per_s": 0.5,
+    }
+
+
+@given(
+    rate=st.floats(0.01, 100),
+    steps=st.lists(st.tuples(st.floats(0, 20), st.integers(1, 5)), max_size=60),
+)
+def test_a_bucket_gives_no_more_than_its_rate_and_burst(rate: float, steps: list[tuple[float, int]]) -> None:
+    burst, now, given_ = max(1.0, 2 * rate), 0.0, 0
+    bucket = Bucket(burst, now)
+    for pause, count in steps:
+        now += pause
+        if (wait := bucket.take(rate, now, count)) == 0:
+            given_ += count
+        else:
+            assert wait > 0
+        assert (
+            given_ <= burst + rate * now + max(0.0, 5 - burst) + 1e-6
+        )  # one taker may be larger than the burst
+
+
+def test_a_rate_of_nothing_lets_the_burst_through() -> None:
+    bucket = Bucket(1.0, 0.0)
+    assert bucket.take(0, 0.0) == 0 and bucket.take(0, 1e9) == 3_600
+
+
+def test_rates_keys_and_projects_over_a_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    try:
+        projects = Projects(store)
+        keys, quotas = Keys(store, projects), Quotas(store, projects)
+        row = projects.create("slow", {"creates_per_s": 1})
+        quotas.check_rate(row.id)
+        quotas.check_rate(row.id)
+        with pytest.raises(QuotaError) as caught:
+            quotas.check_rate(row.id)
+        assert caught.value.details["quota"] == "creates_per_s" and caught.value.details["retry_after_s"] >= 1
+        quotas.check_rate(DEFAULT, 1_000)
+        assert quotas.volumes_bytes(row.id) is None
+        projects.set_quotas(row.id, {"volumes_mib": 3})
+        quotas.check_rate(row.id, 100)
+        assert quotas.volumes_bytes(row.id) == 3 << 20
+
+        operator = Principal.operator()
+        made, text = keys.create(operator, "k", project="slow")
+        assert set(made.scopes) == ORDINARY and keys.known(text) is made
+        assert projects.get("slow") is projects.get(row.id)
+        for name in ("slow", "default"):
+            with pytest.raises(ConflictError):
+                projects.create(name)
+        for name in ("", "prj_x", "a/b", " a", "x" * 65):
+            with pytest.raises(InvalidRequestError):
+                projects.create(name)
+        with pytest.raises(ConflictError):
+            projects.disable("default")
+        with pytest.raises(NotFoundError):
+            keys.create(operator, "k", project="none")
+
+        again = Keys(store, Projects(store))  # as the next server reads it
+        assert again.known(text).id == made.id and text not in repr(again.known(text))
+        for bad in ("", text.upper(), text + "0", text[:-1], "l4a_" + "é" * 50, "\ud800"):
+            with pytest.raises(AuthenticationError):
+                again.known(bad)
+    finally:
+        store.close()
+
+
+def test_nobody_may_anything_and_the_operator_everything() -> None:
+    nobody, operator = Principal.nobody("192.0.2.1"), Principal.operator()
+    assert not any(map(nobody.may, SCOPES)) and not nobody.sees("") and not nobody.sees(DEFAULT)
+    assert all(map(operator.may, SCOPES)) and operator.visible is None and operator.sees("prj_x")
+    one = Principal("prj_x", "key_x", frozenset({"read"}), "192.0.2.1")
+    assert one.visible == "prj_x" and one.sees("prj_x") and not one.sees(DEFAULT) and not one.may("node")
+
+
+def test_of_ipv6_everybody_has_many_addresses() -> None:
+    assert _network("192.0.2.1") == "192.0.2.1" and _network("unknown") == "unknown"
+    assert _network("2001:db8::1") == _network("2001:db8::ffff:1") != _network("2001:db8:0:1::1")

@@ -35,7 +35,10 @@ def url(
     ] = limits.PORT_URL_S,
     json: options.Json = False,
 ) -> None:
-    """Print the URL of a port; whoever has it can open it, until it expires or the sandbox's tokens are rotated."""
+    """Print the URL of a port, signed.
+
+    Whoever has it can open it, until it expires or the sandbox's tokens are rotated.
+    """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 
@@ -53,7 +56,10 @@ def traffic(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Show or change who may reach a sandbox's ports through the server, and its token (X-Traffic-Token)."""
+    """Show or change who may reach a sandbox's ports.
+
+    Through the server; also shows its token (X-Traffic-Token).
+    """
     from llm4agents import Sandbox
     from llm4agents.cli import ids, output
 

@@ -123,6 +123,7 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
     remote.exec(sandbox, "echo kept > /home/user/kept; (sleep 9999 &)")
     node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
     running = node.create(**SMALL)
+    volume = node.call("POST", "/v1/volumes", json={"name": "data", "size_mib": 16})["id"]
     file = tmp_path / "all.tar"
     done = cli(node, "server", "backup", str(file), "--with-disks", "--json")
     assert done.returncode == 0, done.stderr
@@ -150,7 +151,7 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
     assert "no whole backup" in cli(restored, "server", "restore", str(damaged)).stderr
     done = cli(restored, "server", "restore", str(file), "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"sandboxes": 1, "lost": 1}
+    assert json.loads(done.stdout) == {"sandboxes": 1, "lost": 1, "volumes": 1, "volumes_lost": 0}
     restored.start()
     assert (restored.state / "tls" / "ca.pem").read_bytes() == (node.state / "tls" / "ca.pem").read_bytes()
     remote = Remote(restored, key)
@@ -158,6 +159,8 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
     assert restored.get(running)["state"] == "failed"
     assert "backup" in restored.get(running)["reason"]
     assert restored.get(sandbox)["state"] == "paused"
+    assert [row["id"] for row in restored.call("GET", "/v1/volumes")["data"]] == [volume]
+    assert (restored.state / "volumes" / f"{volume}.raw").stat().st_size >= 16 << 20
     assert remote.exec(sandbox, "cat kept; pgrep -c sleep") == "kept\n1\n"  # its memory too
     remote.http.close()
     restored.call("DELETE", f"/v1/sandboxes/{sandbox}")
@@ -165,7 +168,7 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
 
     without = nodes()
     done = cli(without, "server", "restore", str(bare), "--json")
-    assert json.loads(done.stdout) == {"sandboxes": 0, "lost": 2}
+    assert json.loads(done.stdout) == {"sandboxes": 0, "lost": 2, "volumes": 0, "volumes_lost": 1}
     without.start()
     assert without.get(sandbox)["state"] == "failed"
     assert without.call("GET", "/v1/secrets")["data"][0]["name"] == "TOKEN"

@@ -167,8 +167,8 @@ def restore(
         output.emit(found)
     else:
         output.say(
-            f"restored into {settings().state}: {found['sandboxes']} paused sandboxes; "
-            f"{found['lost']} that lived had no disk in the backup and have ended"
+            f"restored into {settings().state}: {found['sandboxes']} paused sandboxes, {found['volumes']} volumes; "
+            f"not in the backup, and gone: {found['lost']} sandboxes, {found['volumes_lost']} volumes"
         )
 
 

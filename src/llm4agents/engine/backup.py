@@ -29,7 +29,7 @@ from llm4agents.engine import clock
 from llm4agents.engine.node import chain_of
 from llm4agents.errors import ConflictError, HostSetupError, InvalidRequestError, VersionMismatchError
 from llm4agents.images import process
-from llm4agents.store import open_store
+from llm4agents.store import open_store, volumes
 from llm4agents.store.opening import stored_version
 from llm4agents.store.schema import HEAD
 
@@ -89,12 +89,12 @@ async def write(engine: Engine, file: Path, *, with_disks: bool) -> dict[str, An
         with partial.open("rb") as made:
             os.fsync(made.fileno())
         os.link(partial, file)  # not a rename, which would replace another's
-    volumes = engine.settings.state / VOLUMES
+    disks = (engine.settings.state / VOLUMES).glob("*.raw") if with_disks else ()
     return {
         "file": str(file),
         "bytes": file.stat().st_size,
         "sandboxes": len(paused),
-        "volumes": len(list(volumes.glob("*.raw"))) if with_disks and volumes.is_dir() else 0,
+        "volumes": len(list(disks)),
     }
 
 
@@ -149,10 +149,11 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
-    """Make `settings.state`, which is empty but for its lock, of a backup; {"sandboxes", "lost"}. Blocks.
+    """Make `settings.state`, which is empty but for its lock, of a backup. Blocks; the caller holds the lock.
 
-    Sandboxes whose disks are not in it end as `failed`, with that as their reason. The caller holds the lock. Raises
-    ConflictError, InvalidRequestError, VersionMismatchError, HostSetupError; nothing is changed then.
+    Returns {"sandboxes", "lost", "volumes", "volumes_lost"}: sandboxes whose disks are not in it end as `failed`, with
+    that as their reason; volumes that are not in it are gone. Raises ConflictError, InvalidRequestError,
+    VersionMismatchError, HostSetupError; nothing is changed then.
     """
     state = settings.state
     if found := sorted(path.name for path in state.iterdir() if path.name not in ("lock", "server.log")):
@@ -244,7 +245,11 @@ def _settle(new: Path, paused: set[str]) -> dict[str, Any]:
             now = clock.stamp()
             store.transition(row, "failed", _LOST, now, ended_at=now.wall_s, record=None)
             lost += 1
+        there = {path.stem for path in (new / VOLUMES).glob("*.raw")}
+        gone = [row.id for row in volumes.rows(store) if row.id not in there]
+        for ident in gone:
+            volumes.forget(store, ident)
         store.checkpoint()
     finally:
         store.close()
-    return {"sandboxes": kept, "lost": lost}
+    return {"sandboxes": kept, "lost": lost, "volumes": len(there), "volumes_lost": len(gone)}

@@ -244,6 +244,27 @@ def test_only_our_names_are_served(tmp_path: Path) -> None:
             assert status(b"localhost", target=target) == 400, target
 
 
+def test_only_a_trusted_proxy_says_whom_it_speaks_for(tmp_path: Path) -> None:
+    with serving(tmp_path, TRUSTED_PROXIES="127.0.0.7", PUBLIC_URL="https://sandboxes.example.org") as served:
+        forwarded = (
+            b"x-forwarded-for: 198.51.100.1, 203.0.113.7\r\nx-forwarded-host: sandboxes.example.org\r\n"
+        )
+        key = f"x-api-key: {served.key}\r\n".encode()
+        origins = []
+        for source in ("127.0.0.7", "127.0.0.8"):
+            with served.connect(source) as sock:
+                head = (
+                    b"POST /v1/sandboxes HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n"
+                    + key
+                    + forwarded
+                )
+                assert ask(sock, head + b"\r\n")[0] == 400
+            with served.connect() as sock:
+                body = ask(sock, b"GET /v1/audit HTTP/1.1\r\nhost: localhost\r\n" + key + b"\r\n")[2]
+                origins.append({row["origin"] for row in json.loads(body)["data"]})
+        assert origins == [{"203.0.113.7"}, {"203.0.113.7", "127.0.0.8"}]
+
+
 def test_connections_of_one_address_are_bounded_and_others_have_theirs(small: Served) -> None:
     mine = [small.connect() for _ in range(80)]
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents import Sandbox, Template
 from llm4agents.barrier.ca import Authority
 from llm4agents.config import settings
 from llm4agents.errors import InvalidRequestError, LLM4AgentsError
@@ -23,8 +24,9 @@ from llm4agents.images.cache import Cache
 from llm4agents.images.oci import OciRootfs, rootfs
 from tests.oci.machines import run, visit
 from tests.oci.make import Entry, Layout, folder, hard, layer, link
+from tests.support import Node, sdk_of
 
-pytestmark = pytest.mark.vm
+pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
 
 _HELLO = """
 .globl _start
@@ -155,8 +157,10 @@ async def first(agent: Agent) -> str:
     return ""
 
 
-def test_a_debian_whose_init_is_systemd(home: Path) -> None:
-    """It is an ordinary image until its init is started, which then has a PID namespace and a cgroup of its own."""
+@pytest.fixture(scope="module")
+def systemd(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image of a Debian with a unit of ours, as an OCI layout."""
+    home = tmp_path_factory.mktemp("debian")
     tar = asyncio.run(_debian(home))
     unit = "[Service]\nExecStart=/bin/sh -c 'cat /proc/self/cgroup > /run/tick; exec sleep infinity'\n"
     ours = layer(
@@ -166,9 +170,12 @@ def test_a_debian_whose_init_is_systemd(home: Path) -> None:
         link("etc/systemd/system/console-getty.service", "/dev/null"),
         link("etc/systemd/system/getty.target", "/dev/null"),
     )
-    image = made(
-        Layout(home / "layout").image(tar.read_bytes(), ours, how="tar", config={"Cmd": ["/sbin/init"]})
-    )
+    return Layout(home / "layout").image(tar.read_bytes(), ours, how="tar", config={"Cmd": ["/sbin/init"]})
+
+
+def test_a_debian_whose_init_is_systemd(home: Path, systemd: str) -> None:
+    """It is an ordinary image until its init is started, which then has a PID namespace and a cgroup of its own."""
+    image = made(systemd)
     assert image.config.systemd and image.config.shell == "/bin/bash"
     assert "systemd" in dict(image.packages) and not image.notes
 
@@ -196,3 +203,32 @@ def test_a_debian_whose_init_is_systemd(home: Path) -> None:
                 await asyncio.sleep(0.05)
 
     visit(image.path, home, look, memory_mib=384)
+
+
+def test_a_template_whose_systemd_runs_already(shared_node: Node, systemd: str) -> None:
+    """Frozen with its units up; clones go on with it, also after a pause."""
+    node = shared_node
+    recipe = Template().from_image(systemd).size(memory_mib=384).network([]).run("echo built > /etc/built")
+    ready = "[ -S /run/systemd/private ] && systemctl is-system-running --wait"
+    try:
+        with sdk_of(node):
+            recipe.start(ready=ready).build("t-systemd")
+            with Sandbox(template="t-systemd") as sandbox:
+                for _ in range(2):
+                    done = sandbox.exec(
+                        "systemctl is-active tick; cat /proc/1/comm /etc/built /run/tick", user="root"
+                    )
+                    assert done.stdout.split() == [
+                        "active",
+                        "systemd",
+                        "built",
+                        "0::/system.slice/tick.service",
+                    ]
+                    sandbox.pause()
+                    sandbox.resume()
+                assert (
+                    sandbox.exec("systemctl restart tick; systemctl is-system-running", user="root").stdout
+                    == "running\n"
+                )
+    finally:
+        node.http.delete("/v1/templates/t-systemd")

@@ -73,6 +73,8 @@ async def rootfs(
     made = _recall(cache, key, said, found.digest)
     if made is None:
         raise HostSetupError("the image just made is gone from the cache", hint="was it emptied meanwhile?")
+    for note in made.notes:
+        progress("rootfs", note, None)
     return made
 
 

@@ -38,6 +38,13 @@ class Stopping(Answer):
     keep: bool
 
 
+class BackedUp(Answer):
+    file: str
+    bytes: int
+    sandboxes: int = Field(description="Paused ones that it has with their disks.")
+    volumes: int
+
+
 class DoctorCheck(Answer):
     name: str
     ok: bool
@@ -323,6 +330,15 @@ OPERATIONS: Final[Operations] = {
         status=202,
         body={"keep": True},
         example={"stopping": True, "keep": True},
+    ),
+    ("POST", "/v1/server/backup"): Operation(
+        "server_backup",
+        "Server",
+        "Write this server's state into a file of its host",
+        (BackedUp,),
+        words="`with_disks`: also paused sandboxes and volumes. The file has every secret of the server.",
+        body={"file": "/backup/state.tar", "with_disks": True},
+        example={"file": "/backup/state.tar", "bytes": 20_480, "sandboxes": 0, "volumes": 0},
     ),
     ("GET", "/v1/doctor"): Operation(
         "node_doctor",

@@ -91,7 +91,9 @@ def test_the_package_holds_what_it_should(built: Path) -> None:
     package = built / "user" / "node_modules" / "llm4agents"
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     assert {"package.json", "README.md", "dist/index.js", "dist/index.d.ts", "dist/openapi.d.ts"} <= files
-    assert not [name for name in files if not name.startswith("dist/") and name not in ("package.json", "README.md")]
+    assert not [
+        name for name in files if not name.startswith("dist/") and name not in ("package.json", "README.md")
+    ]
     assert "dependencies" not in json.loads((package / "package.json").read_text())
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents.cli.app import GROUPS
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LOCKS = [ROOT / "requirements.lock", *sorted((ROOT / "src/llm4agents").rglob("*.lock"))]
@@ -183,7 +185,7 @@ def _commands() -> list[tuple[str, ...]]:
             words = part.split()
             if words[:1] in (["llm4agents"], ["l4a"]) and len(words) > 1:
                 mine = words[1 : words.index("--")] if "--" in words else words[1:]
-                size = 2 if mine[0] in ("template", "server") and len(mine) > 1 else 1
+                size = 2 if mine[0] in GROUPS and len(mine) > 1 else 1
                 options = [word for word in mine[size:] if re.fullmatch(r"--?[a-z][a-z-]*", word)]
                 found.add((" ".join(mine[:size]), *options))
     return sorted(found)

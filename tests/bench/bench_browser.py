@@ -54,7 +54,7 @@ async def warm(into: dict[str, list[float]]) -> AsyncSandbox:
 
 async def cold(sandbox: AsyncSandbox, into: dict[str, list[float]]) -> None:
     """In a sandbox whose own browser has been stopped: it would share the processor."""
-    stop = f"pkill -TERM -f '^/bin/bash {spec.BROWSER_SCRIPT}'; while pgrep -x chromium; do sleep 0.1; done"
+    stop = f"pkill -TERM -f '^/bin/bash {spec.BROWSER_SCRIPT}'; while pgrep -f ^/usr/lib/chromium/; do sleep 0.1; done"
     await sandbox.exec(["/bin/bash", "-c", stop], timeout=60)
     began = time.perf_counter()
     await sandbox.processes.start([spec.BROWSER_SCRIPT, str(COLD_PORT), "/tmp/cold"])

@@ -142,10 +142,9 @@ def test_it_is_driven_by_playwright_from_outside(origin: Origin, tmp_path: Path)
     with up(origin) as (sandbox, at):
         assert sandbox.info().memory_mib == 2_048  # its own, since nothing was said
         assert "Chrome/" in devtools(at, "version")["Browser"]
-        whose = sandbox.exec(
-            "ps -o user= -C chromium | sort -u; ps -o args= -C chromium | grep -c no-sandbox"
-        )
-        assert whose.stdout == "user\n0\n"  # and its own sandbox is on
+        whose = sandbox.exec("ps -eo user=,args= | grep [/]usr/lib/chromium/chromium-headless-shell")
+        lines = whose.stdout.splitlines()
+        assert lines and all(line.startswith("user ") and "no-sandbox " not in line for line in lines)
         found = playwright.run(
             tool,
             """

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -114,10 +114,10 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server(shared_nodes: Callable[..., Node], origin: Origin) -> Iterator[None]:
-    node = shared_nodes(SSL_CERT_FILE=str(origin.bundle)).start()
-    with sdk_of(node):
-        yield
+def node(shared_nodes: Callable[..., Node], origin: Origin) -> Iterator[Node]:
+    made = shared_nodes(SSL_CERT_FILE=str(origin.bundle), LLM4AGENTS_LISTEN="127.0.0.1:0").start()
+    with sdk_of(made):
+        yield made
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def devtools(at: str, path: str, method: str = "GET") -> Any:
         return json.load(answer)
 
 
-def test_it_is_driven_by_playwright_from_outside(origin: Origin, tmp_path: Path) -> None:
+def test_it_is_driven_by_playwright_from_outside(node: Node, origin: Origin, tmp_path: Path) -> None:
     tool = playwright.driver(config.settings().cache / "build")
     shot = tmp_path / "shot.png"
     with up(origin) as (sandbox, at):
@@ -169,6 +169,22 @@ def test_it_is_driven_by_playwright_from_outside(origin: Origin, tmp_path: Path)
         connection.request("GET", "/json/version", headers={"Host": "shop.example"})
         assert connection.getresponse().status >= 400
         connection.close()
+        # Through the server, with the sandbox's token: DevTools give an address of the guest's own, whose path counts.
+        listen = node.call("GET", "/v1/server")["listen"].rpartition("/")[2]
+        by = {"x-sandbox-id": sandbox.id, "x-sandbox-port": str(spec.BROWSER_PORT)}
+        by["x-traffic-token"] = sandbox.traffic().token
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://{listen}/json/version", headers=by), timeout=60
+        ) as answer:
+            path = urlsplit(json.load(answer)["webSocketDebuggerUrl"]).path
+        version = playwright.run(
+            tool,
+            "const options = { headers: JSON.parse(words[1]), timeout: 60000 };"
+            "return (await chromium.connectOverCDP(words[0], options)).version();",
+            f"ws://{listen}{path}",
+            json.dumps(by),
+        )
+        assert version.split(".")[0].isdigit()
 
 
 def test_clones_draw_different_values(origin: Origin) -> None:

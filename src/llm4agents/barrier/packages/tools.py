@@ -283,6 +283,10 @@ async def npm(env: Mapping[str, str], cwd: Path) -> Found:
         probes = ("npm/latest", "npm") if key == "registry" else ()
         found.indexes.append(Index("npm", "npm", where, login, probes))
         lines.append(f"{key}={where.guest_url()}\n")
+        if key == "registry":
+            found.environment["BUN_CONFIG_REGISTRY"] = (
+                where.guest_url()
+            )  # bun reads no npmrc but its project's
     if lines:
         # A file and no variable: a project's own .npmrc keeps its say.
         found.files[NPMRC] = "".join(lines)

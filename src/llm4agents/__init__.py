@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         HostSetupError,
         InvalidRequestError,
         LLM4AgentsError,
+        MediaTypeError,
+        MethodNotAllowedError,
         MisdirectedError,
         NotFoundError,
         NotStartedError,
@@ -94,7 +96,8 @@ _ERRORS = (
     "ProtectedPathError QuotaError SandboxDiedError SandboxNotFoundError "
     "SandboxPausedError ServerUnavailableError TemplateBuildError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError "
-    "AuthenticationError ForbiddenError QuotaError HeadTooLargeError MisdirectedError SlowRequestError TooLargeError"
+    "AuthenticationError ForbiddenError QuotaError HeadTooLargeError MisdirectedError SlowRequestError TooLargeError "
+    "MediaTypeError MethodNotAllowedError"
 )
 _RESULTS = (
     "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo NetworkInfo Output Port ProcessInfo "
@@ -154,6 +157,8 @@ __all__ = [
     "JobInfo",
     "JobRun",
     "LLM4AgentsError",
+    "MediaTypeError",
+    "MethodNotAllowedError",
     "MisdirectedError",
     "NetworkInfo",
     "NotFoundError",

@@ -7,7 +7,9 @@ without reading words:
     LLM4AgentsError
     ├── NotStartedError          outcome "not_started": nothing ran, nothing was charged; safe to retry
     │   ├── InvalidRequestError      the call itself is wrong (also a ValueError)
-    │   │   └── TooLargeError            its body, or (HeadTooLargeError) its head
+    │   │   ├── TooLargeError            its body, or (HeadTooLargeError) its head
+    │   │   ├── MethodNotAllowedError    the path has other methods
+    │   │   └── MediaTypeError           its body is not of a type that is taken there
     │   ├── MisdirectedError         the request is for another host than this server is
     │   ├── SlowRequestError         the request did not arrive in the time it has
     │   ├── AuthenticationError      no key, or one that is not known, is revoked or has expired
@@ -90,6 +92,20 @@ class HeadTooLargeError(TooLargeError):
 
     code = "head_too_large"
     http_status = 431
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path has no such method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class MediaTypeError(InvalidRequestError):
+    """The request's body is not of a type that is taken there."""
+
+    code = "unsupported_media_type"
+    http_status = 415
 
 
 class MisdirectedError(NotStartedError):

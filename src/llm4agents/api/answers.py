@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llm4agents.api.context import CALLER, Context
-from llm4agents.errors import LLM4AgentsError, to_wire
+from llm4agents.errors import LLM4AgentsError, MediaTypeError, MethodNotAllowedError, to_wire
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -43,7 +43,21 @@ def problem(error: LLM4AgentsError, context: Context) -> Response:
         body["details"] = {**body["details"], "log": str(context.settings.server_log)}
     after = error.details.get("retry_after_s")
     headers = {} if after is None else {"retry-after": str(after)}
+    if isinstance(error, MethodNotAllowedError):
+        headers["allow"] = ", ".join(error.details.get("allow", ()))
     return Json(body, status_code=error.http_status, headers=headers, media_type="application/problem+json")
+
+
+def check_json(request: Request) -> None:
+    """Raises MediaTypeError for a body that does not say that it is JSON."""
+    said = request.headers.get("content-type", "")
+    kind = said.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise MediaTypeError(
+            f"{request.method} {request.url.path} takes JSON, and the request says "
+            + (f"{said[:100]!r}" if said else "nothing of its type"),
+            hint="send Content-Type: application/json",
+        )
 
 
 async def _gone(receive: Receive) -> None:

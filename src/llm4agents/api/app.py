@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from llm4agents import __version__, limits
-from llm4agents.api.answers import problem
+from llm4agents.api.answers import check_json, problem
 from llm4agents.api.context import Context
 from llm4agents.api.description import Description
 from llm4agents.api.mcp.endpoint import Mcp
@@ -48,6 +48,7 @@ from llm4agents.errors import (
     CapacityError,
     InvalidRequestError,
     LLM4AgentsError,
+    MethodNotAllowedError,
     NotFoundError,
     ServerUnavailableError,
     TooLargeError,
@@ -173,7 +174,12 @@ def create_app(context: Context) -> FastAPI:
         return problem(error, context)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        if any(found["loc"][:1] == ("body",) and found["type"] != "missing" for found in error.errors()):
+            try:
+                check_json(request)
+            except LLM4AgentsError as refused:
+                return problem(refused, context)
         return problem(InvalidRequestError(_words(error)), context)
 
     @app.exception_handler(HTTPException)
@@ -182,6 +188,10 @@ def create_app(context: Context) -> FastAPI:
             return problem(error.__cause__, context)
         if error.status_code == 404:
             return problem(NotFoundError(f"there is no {request.url.path} here"), context)
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("Allow", "").split(", ")
+            words = f"{request.url.path} has no method {request.method[:40]}"
+            return problem(MethodNotAllowedError(words, allow=allow), context)
         return problem(InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}"), context)
 
     @app.exception_handler(ClientDisconnect)

@@ -47,6 +47,25 @@ NetworkValue = str | list[Any] | dict[str, Any]
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, value: object) -> object:
+        todo = [value]
+        while todo:
+            one = todo.pop()
+            if isinstance(one, str):
+                # A byte that is no UTF-8 travels as a surrogate escape; any other lone surrogate stands for nothing.
+                if not one.isascii():
+                    try:
+                        one.encode("utf-8", "surrogateescape")
+                    except UnicodeEncodeError:
+                        raise ValueError("text has half of a surrogate pair in it") from None
+            elif isinstance(one, dict):
+                todo += [*one.keys(), *one.values()]
+            elif isinstance(one, list):
+                todo += one
+        return value
+
 
 def _env(value: dict[str, str]) -> dict[str, str]:
     if (

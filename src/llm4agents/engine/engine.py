@@ -598,7 +598,7 @@ class Engine(Acts):
             ("volumes", self.volumes.files.root),
             ("store", self.store.path),
         ):
-            size = tree_bytes(path) if path.is_dir() else path.stat().st_blocks * 512
+            size = path.stat().st_blocks * 512 if path.is_file() else tree_bytes(path)  # none yet: nothing
             data.append({"name": name, "path": str(path), "bytes": size})
         return {"data": data, "total_bytes": sum(entry["bytes"] for entry in data)}
 

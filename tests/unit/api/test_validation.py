@@ -148,7 +148,7 @@ def test_listings_that_cannot_be(context: Context, path: str, words: str) -> Non
 
 def test_unknown_paths_and_methods_are_problems_too(context: Context) -> None:
     refused(one(context, "GET", "/v2/else"), 404, "not_found", "/v2/else")
-    refused(one(context, "PATCH", "/v1/sandboxes"), 400, "invalid_request", "PATCH")
+    refused(one(context, "PATCH", "/v1/sandboxes"), 405, "method_not_allowed", "PATCH")
 
 
 def test_what_is_no_template_or_no_file_of_the_host_is_refused(context: Context) -> None:

@@ -36,6 +36,7 @@ from llm4agents.errors import (
     ForbiddenError,
     InvalidRequestError,
     LLM4AgentsError,
+    MethodNotAllowedError,
     NotFoundError,
 )
 
@@ -139,7 +140,9 @@ class Gate:
             # Whether or not the application has it: what the table does not know is for nobody.
             raise NotFoundError(f"there is no {scope['path'][:1_000]} here")
         if matched.needs is None:
-            raise InvalidRequestError(f"{call.method} {scope['path'][:1_000]}: Method Not Allowed")
+            raise MethodNotAllowedError(
+                f"{scope['path'][:1_000]} has no method {call.method[:40]}", allow=list(matched.methods)
+            )
         words = matched.needs.split()
         if not any(map(principal.may, words)):
             raise ForbiddenError(f"this needs a key with the scope {' or '.join(words)}", needs=words)

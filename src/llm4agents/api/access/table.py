@@ -132,6 +132,8 @@ class Matched:
     pattern: str
     params: Mapping[str, str]
     needs: str | None
+    methods: tuple[str, ...] = ()
+    """What the pattern has, for HTTP."""
 
 
 class _Node:
@@ -184,7 +186,8 @@ class Table:
         pattern, values = found
         params = dict(zip(self._names[pattern], values, strict=True))
         by_method = self._table[pattern]
-        return Matched(pattern, params, by_method.get(method, by_method.get("*")))
+        methods = tuple(sorted(one for one in by_method if one not in ("WS", "*")))
+        return Matched(pattern, params, by_method.get(method, by_method.get("*")), methods)
 
     def _walk(
         self, node: _Node, words: list[str], at: int, values: list[str]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from llm4agents import limits
 from llm4agents.api import context
-from llm4agents.api.answers import Json
+from llm4agents.api.answers import Json, check_json
 from llm4agents.errors import InvalidRequestError
 
 router = APIRouter(prefix="/v1/secrets")
@@ -41,7 +41,7 @@ _SCHEMA: dict[str, Any] = {
                                     "properties": {
                                         "access_key_id": _TEXT,
                                         "secret_access_key": _TEXT,
-                                        "session_token": _TEXT,
+                                        "session_token": {**_TEXT, "type": ["string", "null"]},
                                     },
                                 },
                             ]
@@ -74,6 +74,8 @@ async def remove(name: str, request: Request) -> Response:
 
 
 async def _value(request: Request) -> object:
+    if "content-type" in request.headers:
+        check_json(request)
     raw = bytearray()
     async for piece in request.stream():
         raw += piece

@@ -233,7 +233,7 @@ def _body(operation: Operation, of_fastapi: dict[str, Any]) -> dict[str, Any] | 
     if isinstance(operation.body, Raw):
         schema = {"type": "string", "format": "binary"}
         return {
-            "required": True,
+            "required": False,  # none is an empty one
             "description": operation.body.words,
             "content": {operation.body.media_type: {"schema": schema}},
         }

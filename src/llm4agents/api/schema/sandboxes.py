@@ -269,7 +269,7 @@ OPERATIONS: Final[Operations] = {
         (SandboxPage,),
         words="The newest first, also those that have ended a while ago. `metadata.NAME=VALUE`, as often as wanted, "
         "keeps those that have it.",
-        reach="server",
+        problems=(404,),
         example={"data": [SANDBOX], "next": None},
         parameters={
             "state": "Only those in one of these states, by commas.",

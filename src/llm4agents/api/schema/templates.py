@@ -34,6 +34,7 @@ class Template(Answer):
     vmm: str
     nested: bool
     description: str
+    languages: list[str] = Field(description="What it is for, of a built-in one.")
     defaults: dict[str, Json] | None = Field(description="`user` and `workdir` of calls that name none.")
     start: Json = Field(description="What was started in it, and how it was found ready.")
 
@@ -43,7 +44,10 @@ class TemplateNotBuilt(Answer):
 
     name: str
     built: Literal[False]
+    vcpus: int
+    memory_mib: int
     description: str
+    languages: list[str]
 
 
 class TemplateList(Answer):
@@ -156,11 +160,12 @@ TEMPLATE: Final[dict[str, Any]] = {
     "vmm": "qemu",
     "nested": False,
     "description": "Debian with a shell",
+    "languages": [],
     "defaults": None,
     "start": None,
 }
 _STEP: Final = {"type": "step", "step": 0, "op": "run", "words": "run make", "status": "running"}
-_RECIPE: Final = {"base": {"template": "python"}, "steps": [{"op": "pip", "packages": ["requests"]}]}
+_RECIPE: Final = {"from": {"template": "python"}, "steps": [{"pip": ["requests"]}]}
 _BUILD_LINES = (
     BuildBegunLine,
     BuildStepLine,
@@ -168,6 +173,14 @@ _BUILD_LINES = (
     BuildProgressLine,
     BuildMissedLine,
 )
+_UNBUILT: Final = {
+    "name": "python",
+    "built": False,
+    "vcpus": 1,
+    "memory_mib": 1024,
+    "description": "Python with pandas",
+    "languages": ["python"],
+}
 _N = "/v1/templates/{name}"
 
 OPERATIONS: Final[Operations] = {
@@ -178,7 +191,7 @@ OPERATIONS: Final[Operations] = {
         (TemplateList,),
         words="Each shape that is built, of the caller's project and of everybody's, and built-in ones "
         "that are not yet.",
-        example={"data": [TEMPLATE, {"name": "python", "built": False, "description": "Python with pandas"}]},
+        example={"data": [TEMPLATE, _UNBUILT]},
     ),
     ("POST", "/v1/templates"): Operation(
         "templates_create",

@@ -138,6 +138,7 @@ class Copies:
         """Take in the tar of that digest; its bytes. Raises InvalidRequestError (another digest, too large, no tar a
         copy may be), CapacityError; then nothing of it is kept."""
         dest = self._path(project, digest)
+        self._cache.root.mkdir(parents=True, exist_ok=True)  # a new server's, which has built nothing yet
         check_room(self._cache.root, limits.DISK_FREE_BYTES_MIN)
         hashed, size, checker = hashlib.sha256(), 0, Checker()
         async with self._cache.workdir() as tmp:

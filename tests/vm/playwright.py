@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,14 @@ def run(at: Path, script: str, *words: str, timeout_s: float = 120) -> Any:
         " (error) => { console.error(error); process.exit(1); });"
     )
     argv = [str(at / "node"), "-e", source, "--", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with tempfile.TemporaryDirectory() as tmp:  # where it keeps downloads of a browser it was connected to
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={**os.environ, "TMPDIR": tmp},
+        )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

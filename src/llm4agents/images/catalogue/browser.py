@@ -25,22 +25,29 @@ _SUPERVISOR = f"""\
 # and comes anew.
 port=${{1:-{BROWSER_PORT}}} profile=${{2:-{_PROFILE}}}
 anew() {{
-    local file words
+    local file words pid state turns
+    # It stands still until it can only see that its service has gone: a page that is asked for at once would fail.
+    kill -STOP "$browser" 2>/dev/null
     for file in /proc/[0-9]*/cmdline; do
         {{ mapfile -d '' words < "$file"; }} 2>/dev/null || continue
         case " ${{words[*]}} " in
         *" --utility-sub-type=network.mojom.NetworkService "* | *" --type=renderer "*)
-            file=${{file#/proc/}}
-            kill -KILL "${{file%/cmdline}}" 2>/dev/null
+            pid=${{file#/proc/}} pid=${{pid%/cmdline}}
+            kill -KILL "$pid" 2>/dev/null
+            for ((turns = 0; turns < 2000; turns++)); do
+                {{ read -r _ _ state _ < "/proc/$pid/stat"; }} 2>/dev/null || break
+                [ "$state" = Z ] && break
+            done
             ;;
         esac
     done
+    kill -CONT "$browser" 2>/dev/null
 }}
 trap anew USR2
 trap 'kill "$browser" 2>/dev/null; exit 0' TERM INT
 while :; do
     rm -f "$profile"/Singleton*
-    /usr/bin/chromium-headless-shell \\
+    /usr/lib/chromium/chromium-headless-shell \\
         --remote-debugging-port="$port" \\
         --user-data-dir="$profile" \\
         --disable-features=SpareRendererForSitePerProcess \\

@@ -284,9 +284,8 @@ async def npm(env: Mapping[str, str], cwd: Path) -> Found:
         found.indexes.append(Index("npm", "npm", where, login, probes))
         lines.append(f"{key}={where.guest_url()}\n")
         if key == "registry":
-            found.environment["BUN_CONFIG_REGISTRY"] = (
-                where.guest_url()
-            )  # bun reads no npmrc but its project's
+            # bun reads no npmrc but a project's and the user's own.
+            found.environment["BUN_CONFIG_REGISTRY"] = where.guest_url()
     if lines:
         # A file and no variable: a project's own .npmrc keeps its say.
         found.files[NPMRC] = "".join(lines)

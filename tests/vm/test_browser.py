@@ -192,7 +192,11 @@ def test_clones_draw_different_values(origin: Origin) -> None:
     for _ in range(2):
         origin.paths.clear()
         origin.hellos.clear()
-        with up(origin) as (_, at):
+        with up(origin) as (sandbox, at):
+            # A create waits for no network: a page asked for before it has joined is an error page for good.
+            sandbox.exec(
+                "until curl -fsS -m 9 -o /dev/null https://shop.example/; do sleep 0.1; done"
+            ).check()
             devtools(at, f"new?{quote('https://shop.example/draw', safe='')}", "PUT")
             eventually(lambda: [one for one in origin.paths if one.startswith("/drawn?")], 60)
             devtools(at, f"new?{quote('https://raw.example/', safe='')}", "PUT")

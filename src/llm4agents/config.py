@@ -7,6 +7,7 @@ most of that. `LLM4AGENTS_URL` picks a remote server; everything else is about t
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -127,6 +128,9 @@ class Settings:
     """The network of a create that says nothing: a profile, or rules or an object as JSON (docs/howto/network.md)."""
     network_floor: Path | None = None
     """A file of rule lines that no sandbox's rules can widen."""
+    network_private: tuple[str, ...] = ()
+    """`LLM4AGENTS_NETWORK_PRIVATE`: addresses and networks, between commas, that are no ordinary ones (private,
+    loopback, metadata, this host's) and that callers with a key may name in rules and webhooks all the same."""
     barrier: Literal["auto", "off"] = "auto"
     """`off`: no sandbox gets a link; `auto`: every one does where the host can make one."""
     listen: str | None = None
@@ -235,6 +239,18 @@ def load(env: Mapping[str, str]) -> Settings:
                 )
         return found
 
+    def networks(name: str) -> tuple[str, ...]:
+        found = tuple(filter(None, (part.strip() for part in (text(name) or "").split(","))))
+        for part in found:
+            try:
+                ipaddress.ip_network(part)
+            except ValueError:
+                raise InvalidRequestError(
+                    f"{_PREFIX}{name}: {part!r} is neither an address nor a network",
+                    hint="for example 10.1.0.0/16,127.0.0.1",
+                ) from None
+        return found
+
     def directory(name: str, xdg: str, default: str) -> Path:
         raw = text(name)
         if raw is not None:
@@ -294,6 +310,7 @@ def load(env: Mapping[str, str]) -> Settings:
         ca=path("CA"),
         network=text("NETWORK") or "none",
         network_floor=path("NETWORK_FLOOR"),
+        network_private=networks("NETWORK_PRIVATE"),
         barrier="off" if one_of("BARRIER", ("auto", "off")) == "off" else "auto",
         listen=text("LISTEN"),
         domain=text("DOMAIN"),

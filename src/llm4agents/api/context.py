@@ -104,6 +104,12 @@ def template(request: HTTPConnection, name: str) -> str:
     return template_names.new(name, caller.project)
 
 
+def check_network(request: HTTPConnection, network: Any) -> None:
+    """Raises ForbiddenError for rules that open what is the host's own, unless who calls runs it (`engine.reach`)."""
+    if network is not None and not principal(request).sees_all:
+        of(request).engine.reach.check(network)
+
+
 def check_id(sandbox: str) -> str:
     if not _ID.fullmatch(sandbox):
         raise SandboxNotFoundError(f"{sandbox[:80]!r} is not a sandbox's id", hint="llm4agents ls shows them")

@@ -241,6 +241,25 @@ def opens(net: Net, address: Address, kind: Kind) -> bool:
     return found is not None and found[1] is not Kind.PUBLIC and net.prefixlen >= found[0].prefixlen > 0
 
 
+def beyond(net: Net, own: Collection[Address] = ()) -> Kind | None:
+    """The class of addresses, ordinary ones aside, that a rule which names `net` opens (`opens`); None: no such."""
+    if net.prefixlen == net.max_prefixlen:
+        kind = classify(net.network_address, own)
+        return None if kind is Kind.PUBLIC or kind in NEVER else kind
+    found = _range_of(net.network_address)
+    if found is None or found[1] is Kind.PUBLIC or found[1] in NEVER:
+        return None
+    return found[1] if net.prefixlen >= found[0].prefixlen > 0 else None
+
+
+def within(net: Net, nets: Iterable[Net]) -> bool:
+    """Whether one of `nets` has all of it."""
+    return any(
+        net.version == other.version and net.prefixlen >= other.prefixlen and net.network_address in other
+        for other in nets
+    )
+
+
 def _holds(net: Net, address: Address) -> bool:
     return net.version == address.version and address in net
 

@@ -48,7 +48,7 @@ from llm4agents.engine.keys import Keys
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
-from llm4agents.engine.network import Asked, Networks
+from llm4agents.engine.network import Asked, Networks, own_addresses
 from llm4agents.engine.node import Node, Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.pool import Pool
@@ -56,6 +56,7 @@ from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.projects import Projects
 from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.quotas import Quotas, share_of
+from llm4agents.engine.reach import Reach
 from llm4agents.engine.repeats import Repeats
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
@@ -148,7 +149,8 @@ class Engine(Acts):
         self.feed = Feed(store)
         self.metrics = Metrics(store)
         self.logs = Logs(settings.state / "logs", self.places.run, store)
-        self.jobs = Jobs(self, store, webhooks_on=settings.webhooks)
+        self.reach = Reach(settings.network_private, own_addresses)
+        self.jobs = Jobs(self, store, webhooks_on=settings.webhooks, refuse=self.reach.refused)
         self.meter = Meter(store, lambda row: tree_bytes(self.places.sandboxes / row.id))
         self.networks = Networks(settings, store, self.places, self.secrets, self.templates)
         self.pool = Pool(self.templates, self.drivers, self.places, self.admission, link=self.networks.link)

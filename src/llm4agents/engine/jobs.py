@@ -51,8 +51,17 @@ def new_id() -> str:
 class Jobs:
     """Every job of a node. `start` it after the sandboxes have been taken over, `close` it before they are left."""
 
-    def __init__(self, sandboxes: Sandboxes, store: Store, *, webhooks_on: bool) -> None:
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        store: Store,
+        *,
+        webhooks_on: bool,
+        refuse: webhooks.Refuse = lambda address: None,
+    ) -> None:
+        """`refuse`: which addresses no webhook goes to, of a job whose maker does not run this host."""
         self._sandboxes, self._store, self._webhooks_on = sandboxes, JobStore(store), webhooks_on
+        self._refuse = refuse
         self._carried: dict[str, JobRow] = {}
         """Jobs of which a run is under way."""
         self._tells: dict[int, RunRow] = {}
@@ -96,9 +105,16 @@ class Jobs:
     # -- what can be asked for
 
     def add(
-        self, sandbox: str, spec: dict[str, Any], *, at: float | None, every_s: float | None
+        self,
+        sandbox: str,
+        spec: dict[str, Any],
+        *,
+        at: float | None,
+        every_s: float | None,
+        guarded: bool = False,
     ) -> tuple[JobRow, str | None]:
-        """A new job, and the secret its webhook's messages are signed with, which is told this once.
+        """A new job, and the secret its webhook's messages are signed with, which is told this once. `guarded`: its
+        webhook does not go to what is the host's own (`refuse`).
 
         Raises SandboxNotFoundError, ConflictError (it has ended), InvalidRequestError, CapacityError (too many jobs).
         """
@@ -115,11 +131,11 @@ class Jobs:
                 raise InvalidRequestError(
                     "webhooks are off on this server (LLM4AGENTS_WEBHOOKS=off)", hint="poll the job's runs"
                 )
-            webhooks.check_url(spec["webhook"])
+            webhooks.check_url(spec["webhook"], self._refuse if guarded else None)
             secret = secrets.token_urlsafe(32)
         now = clock.wall_s()
         first = schedule.first(at, every_s, now)
-        stored = {**spec, "at": at, "every_s": every_s, "beat": first, "secret": secret}
+        stored = {**spec, "at": at, "every_s": every_s, "beat": first, "secret": secret, "guarded": guarded}
         job = JobRow(new_id(), sandbox, stored, "waiting", now, next_at=first)
         self._store.add(job)
         log.info("job_added", sandbox=sandbox, job=job.id, next_at=first)
@@ -318,7 +334,11 @@ class Jobs:
             try:
                 message = {"id": run.process, "type": "job.run", **describe_run(run, job)}
                 entry["status"] = await webhooks.deliver(
-                    job.spec["webhook"], message, job.spec["secret"], int(now)
+                    job.spec["webhook"],
+                    message,
+                    job.spec["secret"],
+                    int(now),
+                    self._refuse if job.spec.get("guarded") else None,
                 )
                 told |= {"answered": clock.wall_s(), "next_at": None}
             except webhooks.WebhookError as error:
@@ -399,7 +419,7 @@ def _tell_at(run: RunRow) -> float:
 
 def describe(job: JobRow, last: RunRow | None) -> dict[str, Any]:
     """A job as the wire has it: without its secret."""
-    hidden = ("secret", "beat")
+    hidden = ("secret", "beat", "guarded")
     return {
         "id": job.id,
         "sandbox": job.sandbox,

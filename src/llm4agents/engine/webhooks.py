@@ -2,7 +2,8 @@
 
 The server makes the request, from its own network: names are resolved here, and the address that was checked is the
 one that is connected to. Link-local addresses (where clouds keep their metadata), multicast and unspecified ones are
-refused; loopback and private ones are not, since the user of an unauthenticated local socket is the host's own user.
+refused; loopback and private ones only to jobs of callers who do not run the host (`reach`, given as `refuse`): the
+user of the local socket is the host's own user.
 Redirects are not followed and answers not kept. Not here: when it is tried again (`schedule`), what is told (`jobs`).
 """
 
@@ -15,7 +16,7 @@ import ipaddress
 import json
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -25,6 +26,8 @@ import httpcore
 from llm4agents import __version__, limits
 from llm4agents.errors import InvalidRequestError
 
+Refuse = Callable[[ipaddress.IPv4Address | ipaddress.IPv6Address], str | None]
+"""Why an address is not called; None: it is."""
 _METADATA: Final = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("100.100.100.200")}
 
 
@@ -32,8 +35,8 @@ class WebhookError(Exception):
     """One try failed; its words say why."""
 
 
-def check_url(url: str) -> None:
-    """Raises InvalidRequestError for what can never be called. Pure: names are judged when they are resolved."""
+def check_url(url: str, refuse: Refuse | None = None) -> None:
+    """Raises InvalidRequestError for what can never be called. Names are judged when they are resolved."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -57,7 +60,7 @@ def check_url(url: str) -> None:
         address = ipaddress.ip_address(host)
     except ValueError:
         return
-    if why := refused(address):
+    if why := _why_not(address, refuse):
         raise InvalidRequestError(f"webhook={url[:200]!r}: {why}")
 
 
@@ -72,6 +75,10 @@ def refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | Non
     return None
 
 
+def _why_not(address: ipaddress.IPv4Address | ipaddress.IPv6Address, refuse: Refuse | None) -> str | None:
+    return refused(address) or (None if refuse is None else refuse(address))
+
+
 def signature(secret: str, at: int, body: bytes) -> str:
     """The value of `X-LLM4Agents-Signature`: `t=UNIX,v1=HEX`, HMAC-SHA256 with the job's secret over `UNIX.BODY`."""
     digest = hmac.new(secret.encode(), b"%d." % at + body, hashlib.sha256).hexdigest()
@@ -81,8 +88,8 @@ def signature(secret: str, at: int, body: bytes) -> str:
 class _Checked(httpcore.AsyncNetworkBackend):
     """Connects to addresses that were looked at, and to nothing else."""
 
-    def __init__(self) -> None:
-        self._real = httpcore.AnyIOBackend()
+    def __init__(self, refuse: Refuse | None) -> None:
+        self._real, self._refuse = httpcore.AnyIOBackend(), refuse
 
     async def connect_tcp(
         self,
@@ -99,7 +106,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
             raise WebhookError(f"{host} cannot be resolved: {error.strerror or error}") from error
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for address in addresses:
-            if why := refused(ipaddress.ip_address(address.partition("%")[0])):
+            if why := _why_not(ipaddress.ip_address(address.partition("%")[0]), self._refuse):
                 raise WebhookError(why)
         problem: Exception = WebhookError(f"{host} has no address")
         for address in addresses:
@@ -115,8 +122,13 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def deliver(url: str, message: dict[str, Any], secret: str, at: int) -> int:
-    """POST `message` once; the status that was answered. Raises WebhookError when there was none, or no 2xx."""
+async def deliver(
+    url: str, message: dict[str, Any], secret: str, at: int, refuse: Refuse | None = None
+) -> int:
+    """POST `message` once, to no address that `refuse` has a word against; the status that was answered.
+
+    Raises WebhookError when there was none, or no 2xx.
+    """
     body = json.dumps(message, separators=(",", ":")).encode()
     headers: list[tuple[bytes | str, bytes | str]] = [
         ("content-type", "application/json"),
@@ -128,7 +140,7 @@ async def deliver(url: str, message: dict[str, Any], secret: str, at: int) -> in
     try:
         async with (
             asyncio.timeout(limits.WEBHOOK_TIMEOUT_S),
-            httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=_Checked()) as pool,
+            httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=_Checked(refuse)) as pool,
             pool.stream("POST", url, headers=headers, content=body) as answer,
         ):
             status = answer.status

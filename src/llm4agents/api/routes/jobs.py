@@ -71,7 +71,10 @@ async def add(sandbox: str, body: Job, request: Request) -> Response:
         "webhook": body.webhook,
     }
     at = None if body.at is None else schedule.moment(body.at)
-    made, secret = here.engine.jobs.add(context.check_id(sandbox), spec, at=at, every_s=body.every_s)
+    guarded = not context.principal(request).sees_all
+    made, secret = here.engine.jobs.add(
+        context.check_id(sandbox), spec, at=at, every_s=body.every_s, guarded=guarded
+    )
     more = {} if secret is None else {"webhook_secret": secret}
     return Json({**_describe(here, made), **more}, status_code=201)
 

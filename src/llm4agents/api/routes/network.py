@@ -30,6 +30,7 @@ async def show(sandbox: str, request: Request) -> Response:
 async def change(sandbox: str, body: models.Network, request: Request) -> Response:
     """Answered when gateway and interceptor obey it; `cut`: connections that ended for it."""
     engine = context.of(request).engine
+    context.check_network(request, body.network)
     row, cut = await engine.update_network(context.check_id(sandbox), body.network)
     return Json({**await engine.networks.describe(row), "cut": cut})
 

@@ -25,6 +25,7 @@ router = APIRouter(prefix="/v1/sandboxes")
 @router.post("", status_code=201)
 async def create(body: models.Create, request: Request) -> Response:
     principal = context.principal(request)
+    context.check_network(request, body.network)
     template = context.template(request, body.template)
     vcpus, memory_mib = context.of(request).engine.templates.size(template)
     protect = protecting.wanted(context.guest_path(path) for path in body.protect)

@@ -55,9 +55,11 @@ async def build(body: NewTemplate, request: Request) -> Response:
     if names.project_of(ref := context.template(request, body.name)) is None:
         raise ConflictError(f"{body.name} is a built-in template", hint="give yours another name")
     context.of(request).engine.check_more_templates(ref)
+    recipe = recipes.parse(body.recipe)
+    context.check_network(request, recipe.network)
     wanted = Wanted(
         ref,
-        recipes.parse(body.recipe),
+        recipe,
         project,
         vmm=body.vmm,
         nested=body.nested,

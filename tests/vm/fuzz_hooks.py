@@ -12,6 +12,7 @@ from typing import Any
 
 import schemathesis
 
+VOLUME = os.environ.get("FUZZ_VOLUME", "")
 SANDBOX = os.environ.get("FUZZ_SANDBOX", "")
 _KEEP = re.compile(r"(timeout|pause|resume|fork|snapshot|volumes|volumes/detach|isolation)?")
 """What would end or stop it, or takes seconds each time: asked of one that is not there."""
@@ -34,6 +35,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         rest = case.operation.path.partition("{sandbox}")[2].strip("/")
         if not _KEEP.fullmatch(rest) or called == "sandboxes_get":
             path["sandbox"] = SANDBOX
+    elsewhere = called == "volumes_delete" or "/files" in case.operation.path  # a machine for each
+    if VOLUME and not elsewhere and re.fullmatch(r"vol_[a-z0-9]{20}", str(path.get("volume"))):
+        path["volume"] = VOLUME
     query = case.query or {}
     for name in ("wait_s", "timeout_s"):
         if _number(query.get(name)) is not None:

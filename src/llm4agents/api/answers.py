@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
@@ -79,6 +79,29 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         return task.result()
     finally:
         gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
+                await task
+
+
+async def as_they_come(
+    work: Callable[[], Awaitable[dict[str, Any]]], queue: asyncio.Queue[dict[str, Any]]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """What `work` puts into the queue, as it comes, then its result. Closing it cancels the work."""
+    task = asyncio.ensure_future(work())
+    try:
+        while not task.done():
+            getter = asyncio.ensure_future(queue.get())
+            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                yield getter.result()
+            else:
+                getter.cancel()
+        while not queue.empty():
+            yield queue.get_nowait()
+        yield task.result()
+    finally:
         if not task.done():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):

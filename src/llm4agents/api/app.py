@@ -71,13 +71,19 @@ class Gated:
                 if scope.get("state", {}).get("admitted") != "route":
                     raise AuthenticationError("this call came through no gate")
             except LLM4AgentsError as error:
-                refusal = problem(error, self.context)
-                if scope["type"] == "websocket":
-                    await WebSocket(scope, receive, send).send_denial_response(refusal)
-                else:
-                    await refusal(scope, receive, send)
+                await _refuse(error, self.context, scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+async def _refuse(
+    error: LLM4AgentsError, context: Context, scope: Scope, receive: Receive, send: Send
+) -> None:
+    refusal = problem(error, context)
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(refusal)
+    else:
+        await refusal(scope, receive, send)
 
 
 class Counted:
@@ -92,11 +98,7 @@ class Counted:
             return
         if self.context.stop.is_set() and scope["path"] not in _WHILE_STOPPING:
             error = ServerUnavailableError("this server is stopping", hint="call again; the next one starts")
-            refusal = problem(error, self.context)
-            if scope["type"] == "websocket":
-                await WebSocket(scope, receive, send).send_denial_response(refusal)
-            else:
-                await refusal(scope, receive, send)
+            await _refuse(error, self.context, scope, receive, send)
             return
         self.context.active += 1
         try:

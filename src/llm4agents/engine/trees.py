@@ -9,6 +9,7 @@ from typing import Any
 from llm4agents.engine.live import Live
 from llm4agents.guest import trees
 from llm4agents.guest.trees import Change, Found, Match, Packed, Unpacked
+from llm4agents.guest.verbs import Agent
 
 __all__ = ["Change", "Found", "Match", "Packed", "Unpacked"]
 User = str | int
@@ -18,15 +19,26 @@ async def tar_out(
     live: Live, path: str, *, exclude: Sequence[str], user: User
 ) -> AsyncGenerator[bytes | Packed | None, None]:
     """None once the directory is open, the bytes of its tar stream, and last what was in it."""
-    async with live.use(f"tar of {path}") as agent:
-        stream = await trees.tar_out(agent, path, exclude=exclude, user=user)
-        async with stream:
-            yield None
-            async with contextlib.aclosing(aiter(stream)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            if stream.packed is not None:
-                yield stream.packed
+    async with (
+        live.use(f"tar of {path}") as agent,
+        contextlib.aclosing(packing(agent, path, exclude=exclude, user=user)) as pieces,
+    ):
+        async for piece in pieces:
+            yield piece
+
+
+async def packing(
+    agent: Agent, path: str, *, exclude: Sequence[str], user: User
+) -> AsyncGenerator[bytes | Packed | None, None]:
+    """`tar_out` of an agent that is held already."""
+    stream = await trees.tar_out(agent, path, exclude=exclude, user=user)
+    async with stream:
+        yield None
+        async with contextlib.aclosing(aiter(stream)) as pieces:
+            async for piece in pieces:
+                yield piece
+        if stream.packed is not None:
+            yield stream.packed
 
 
 async def tar_in(

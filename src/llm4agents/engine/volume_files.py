@@ -18,14 +18,13 @@ from typing import Final
 import structlog
 
 from llm4agents import limits
-from llm4agents.engine import attached, clock, creation
+from llm4agents.engine import attached, clock, creation, trees
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.attached import Attached, Mount
 from llm4agents.engine.creation import Origin, Woken
 from llm4agents.engine.node import Node
 from llm4agents.engine.volumes import READER, Volumes
 from llm4agents.errors import LLM4AgentsError
-from llm4agents.guest import trees
 from llm4agents.guest.trees import Packed
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import volumes as table
@@ -49,18 +48,9 @@ def outside(path: str) -> str:
     return (path.removeprefix(PLACE) or "/") if path == PLACE or path.startswith(PLACE + "/") else path
 
 
-async def tar_out(
-    agent: Agent, path: str, exclude: Sequence[str]
-) -> AsyncGenerator[bytes | Packed | None, None]:
+def tar_out(agent: Agent, path: str, exclude: Sequence[str]) -> AsyncGenerator[bytes | Packed | None, None]:
     """Of a directory of the volume, as `engine.trees.tar_out` gives one of a sandbox."""
-    stream = await trees.tar_out(agent, inside(path), exclude=exclude, user="root")
-    async with stream:
-        yield None
-        async with contextlib.aclosing(aiter(stream)) as pieces:
-            async for piece in pieces:
-                yield piece
-        if stream.packed is not None:
-            yield stream.packed
+    return trees.packing(agent, inside(path), exclude=exclude, user="root")
 
 
 @dataclass(slots=True)

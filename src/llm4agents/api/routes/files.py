@@ -38,6 +38,11 @@ async def read(
     items = _read(live, source, offset, length, context.user_of(user, request))
     # The head needs the file's size, and a file that cannot be opened is an HTTP error and not a cut body.
     info = await anext(items)
+    return answer(request, info, items)
+
+
+def answer(request: Request, info: Any, items: AsyncGenerator[Any, None]) -> Response:
+    """A file's bytes, and in the head what the file was when it was opened."""
     headers = {
         "x-file-size": str(info.size),
         "x-file-mode": str(info.mode),

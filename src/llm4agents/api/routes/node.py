@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from llm4agents import __version__
 from llm4agents.api import context, models
-from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
+from llm4agents.api.answers import NDJSON, Json, Stream, as_they_come, unless_gone
 from llm4agents.engine import backup, doctor, names
 from llm4agents.engine.templates import Progress, silent
-from llm4agents.errors import ForbiddenError, InvalidRequestError, LLM4AgentsError
+from llm4agents.errors import ForbiddenError, InvalidRequestError
 
 router = APIRouter(prefix="/v1")
 API = 1
@@ -68,7 +68,7 @@ async def doctor_(request: Request) -> Response:
     return Json(await doctor.report_async(context.of(request).settings))
 
 
-async def with_progress(
+def with_progress(
     work: Callable[[Progress], Awaitable[dict[str, Any]]],
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Progress lines of `work`, then its result as the last line. Closing it cancels the work."""
@@ -80,23 +80,7 @@ async def with_progress(
         loop.call_soon_threadsafe(_put, queue, line)
 
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work(tell))
-    try:
-        while not task.done():
-            getter = asyncio.ensure_future(queue.get())
-            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                yield getter.result()
-            else:
-                getter.cancel()
-        while not queue.empty():
-            yield queue.get_nowait()
-        yield task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
-                await task
+    return as_they_come(lambda: work(tell), queue)
 
 
 def _put(queue: asyncio.Queue[dict[str, Any]], line: dict[str, Any]) -> None:

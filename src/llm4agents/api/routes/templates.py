@@ -6,7 +6,6 @@ Not here: building built-in ones, bundles (`node`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from starlette.responses import Response
 
 from llm4agents import recipe as recipes
 from llm4agents.api import context
-from llm4agents.api.answers import NDJSON, Json, Stream
+from llm4agents.api.answers import NDJSON, Json, Stream, as_they_come
 from llm4agents.api.models import Body, Name
 from llm4agents.api.routes.files import chunks, drain
 from llm4agents.engine import names
@@ -79,7 +78,7 @@ async def build(body: NewTemplate, request: Request) -> Response:
     return Stream(_with_events(work), lines=True, media_type=NDJSON)
 
 
-async def _with_events(
+def _with_events(
     work: Callable[[Listener], Awaitable[dict[str, Any]]],
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The events of `work` as they come, then its result. Closing it cancels the work."""
@@ -98,23 +97,7 @@ async def _with_events(
             missed = 0
         queue.put_nowait(event)
 
-    task = asyncio.ensure_future(work(tell))
-    try:
-        while not task.done():
-            getter = asyncio.ensure_future(queue.get())
-            await asyncio.wait({task, getter}, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                yield getter.result()
-            else:
-                getter.cancel()
-        while not queue.empty():
-            yield queue.get_nowait()
-        yield task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, LLM4AgentsError):
-                await task
+    return as_they_come(lambda: work(tell), queue)
 
 
 @router.get("/{name}")

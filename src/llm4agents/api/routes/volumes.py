@@ -15,7 +15,8 @@ from starlette.responses import Response
 from llm4agents import limits
 from llm4agents.api import context, models
 from llm4agents.api.answers import Json, Stream
-from llm4agents.api.routes.files import BYTES, PathQuery
+from llm4agents.api.routes.files import PathQuery
+from llm4agents.api.routes.files import answer as file_answer
 from llm4agents.api.routes.trees import EXCLUDES_MAX, TAR, trailer
 from llm4agents.engine.volume_files import Packed, inside, outside, tar_out
 from llm4agents.engine.volumes import ID, VolumeRow
@@ -145,13 +146,7 @@ async def read(
     context.check_protected(request, volume, source, "read")
     items = _read(request, row, source, offset, length)
     info = await anext(items)
-    headers = {
-        "x-file-size": str(info.size),
-        "x-file-mode": str(info.mode),
-        "x-file-mtime": repr(info.mtime),
-        **context.protected_headers(request),
-    }
-    return Stream(items, lines=False, media_type=BYTES, headers=headers)
+    return file_answer(request, info, items)
 
 
 async def _read(

@@ -164,6 +164,8 @@ LISTEN_CONNECTIONS_PER_ADDRESS_MAX: Final = 512
 """Of one address that is no trusted proxy."""
 LISTEN_REQUESTS_MAX: Final = 2_048
 """Under way at once, of all connections."""
+LISTEN_REQUESTS_CROWDED: Final = 128
+"""Of them, once half are taken: what one address has at most, and what one project has."""
 LISTEN_BACKLOG: Final = 1_024
 LISTEN_HANDSHAKE_S: Final = 10.0
 LISTEN_HEAD_S: Final = 10.0

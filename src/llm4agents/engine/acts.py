@@ -243,18 +243,18 @@ class Acts(ABC):
                 self._check(sandbox, "resume")
                 if row.nested:
                     self.check_nested()
-                self.quotas.check_resume(row)
-                await self.admission.reserve(sandbox, row.memory_mib)
-                try:
-                    async with self.admission.turn():
-                        if cold:
-                            live = await pausing.resume_cold(self.node, row, progress)
-                        else:
-                            live = await pausing.resume(self.node, row)
-                except BaseException:
-                    self.admission.release(sandbox)
-                    raise
-                self._enter(live)
+                with self.quotas.resuming(row):
+                    await self.admission.reserve(sandbox, row.memory_mib, project=row.project)
+                    try:
+                        async with self.admission.turn():
+                            if cold:
+                                live = await pausing.resume_cold(self.node, row, progress)
+                            else:
+                                live = await pausing.resume(self.node, row)
+                    except BaseException:
+                        self.admission.release(sandbox)
+                        raise
+                    self._enter(live)
             if idle_timeout_s is not None:
                 self._set_timeout(live, idle_timeout_s)
             return live.row
@@ -292,7 +292,7 @@ class Acts(ABC):
             share = replace(Share.of(row), runs=True)
             with self.quotas.room(dict.fromkeys(idents, share)):
                 self.quotas.check_rate(row.project, count)
-                await self.admission.reserve_all(idents, row.memory_mib)
+                await self.admission.reserve_all(idents, row.memory_mib, project=row.project)
                 try:
                     made = await forking.fork(
                         self.node,

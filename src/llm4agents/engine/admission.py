@@ -126,6 +126,7 @@ def decide(now: Host, policy: Policy, *, held_bytes: int, charge: int, whole: in
 class _Waiter:
     wanted: Mapping[str, int]
     memory_mib: int
+    project: str | None
     done: asyncio.Future[None]
 
 
@@ -162,38 +163,52 @@ class Admission:
     def holds(self, ident: str) -> int:
         return self._held.get(ident, 0)
 
-    async def reserve(self, ident: str, memory_mib: int, *, wait_s: float = 0.0) -> None:
+    async def reserve(
+        self, ident: str, memory_mib: int, *, wait_s: float = 0.0, project: str | None = None
+    ) -> None:
         """Set aside what a machine of `memory_mib` needs, under `ident`, until `release(ident)`; a transition of
         sandbox `ident` to paused, killed or failed releases it too. Idempotent for one that holds already.
 
-        First come first served; raises CapacityError when there is no room within `wait_s`.
+        First come first served within a `project`; what is another's and too large for now holds up nobody. Without one
+        all who wait are first. Raises CapacityError when there is no room within `wait_s`.
         """
-        await self.reserve_all([ident], memory_mib, wait_s=wait_s)
+        await self.reserve_all([ident], memory_mib, wait_s=wait_s, project=project)
 
-    async def reserve_all(self, idents: list[str], memory_mib: int, *, wait_s: float = 0.0) -> None:
+    async def reserve_all(
+        self, idents: list[str], memory_mib: int, *, wait_s: float = 0.0, project: str | None = None
+    ) -> None:
         """The same for several machines of one shape: all of them or none."""
         charge = charge_bytes(memory_mib, self.policy.commit)
         wanted = {ident: charge for ident in idents if ident not in self._held}
         if not wanted:
             return
         refusal = self._refusal(wanted, memory_mib)
-        if not self._waiting:
+        if not self._before(project):
             if refusal is not None and await self._made_room(refusal):
                 refusal = self._refusal(wanted, memory_mib)
-            if refusal is None and not self._waiting:
+            if refusal is None and not self._before(project):
                 self._held.update(wanted)
                 return
         if refusal is not None and (refusal.final or wait_s <= 0):
             raise refusal.error()
-        if wait_s <= 0 or len(self._waiting) >= QUEUE_MAX:
+        mine = self._before(project)
+        if wait_s <= 0 or len(self._waiting) >= QUEUE_MAX or mine >= QUEUE_MAX // 4:
             raise CapacityError(
                 f"this node is full: {len(self._waiting)} creates are waiting for room",
                 hint="wait (wait_s), or end or pause sandboxes",
             )
-        await self._wait(wanted, memory_mib, wait_s)
+        await self._wait(wanted, memory_mib, wait_s, project)
 
-    async def _wait(self, wanted: Mapping[str, int], memory_mib: int, wait_s: float) -> None:
-        waiter = _Waiter(wanted, memory_mib, asyncio.get_running_loop().create_future())
+    def _before(self, project: str | None) -> int:
+        """How many who wait are to be let in before one of that project."""
+        if project is None:
+            return len(self._waiting)
+        return sum(waiter.project in (project, None) for waiter in self._waiting)
+
+    async def _wait(
+        self, wanted: Mapping[str, int], memory_mib: int, wait_s: float, project: str | None
+    ) -> None:
+        waiter = _Waiter(wanted, memory_mib, project, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._look_later()
         try:
@@ -260,15 +275,20 @@ class Admission:
         return await self.make_room(refusal.needed_bytes - refusal.free_bytes)
 
     def _admit_waiting(self) -> None:
-        """Let in from the head of the queue whoever fits; nobody overtakes."""
-        while self._waiting:
-            first = self._waiting[0]
-            if self._refusal(first.wanted, first.memory_mib) is not None:
-                return
-            self._waiting.popleft()
-            if not first.done.done():
-                self._held.update(first.wanted)
-                first.done.set_result(None)
+        """Let in whoever fits, in order; nobody overtakes one of his own project, or of none."""
+        held_up: set[str | None] = set()
+        for one in list(self._waiting):
+            if one.project in held_up:
+                continue
+            if self._refusal(one.wanted, one.memory_mib) is not None:
+                if one.project is None:
+                    return
+                held_up.add(one.project)
+                continue
+            self._waiting.remove(one)
+            if not one.done.done():
+                self._held.update(one.wanted)
+                one.done.set_result(None)
 
     def _look_later(self) -> None:
         if self._looking is None:

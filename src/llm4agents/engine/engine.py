@@ -332,7 +332,7 @@ class Engine(Acts):
                     bounds_files=can.bounds_files,
                 )
             else:
-                await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s)
+                await self.admission.reserve(ident, wish.memory_mib, wait_s=wish.wait_s, project=wish.project)
                 variant, snapshot = self.templates.ready(shape) or await self.templates.variant(
                     shape, progress
                 )

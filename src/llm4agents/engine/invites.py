@@ -74,7 +74,7 @@ class Invites:
         now, most = clock.boottime_s(), limits.REGISTRATIONS_PER_MINUTE
         if len(self._attempts) > ORIGINS_MAX:
             self._attempts.clear()
-        mine = self._attempts.setdefault(_network(origin), Bucket(most, now))
+        mine = self._attempts.setdefault(network_of(origin), Bucket(most, now))
         for bucket, burst in ((mine, most), (self._together, 10 * most)):
             if wait := bucket.take(burst / 60, now, burst=burst):
                 raise QuotaError(
@@ -126,7 +126,7 @@ def describe(row: InviteRow) -> dict[str, Any]:
     }
 
 
-def _network(origin: str) -> str:
+def network_of(origin: str) -> str:
     """Whom an address stands for: of IPv6 everybody has 2^64."""
     try:
         address = ipaddress.ip_address(origin)

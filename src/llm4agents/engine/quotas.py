@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from llm4agents import limits
@@ -163,6 +163,18 @@ class Quotas:
         """Before a paused sandbox runs again. Raises QuotaError."""
         share = Share.of(row)
         self._check(row.project, dict(zip(RUNNING, (1, share.vcpus, share.memory_mib), strict=True)))
+
+    @contextlib.contextmanager
+    def resuming(self, row: SandboxRow) -> Iterator[None]:
+        """Charge a paused sandbox as one that runs while it is woken, so that resumes that come at once cannot pass a
+        bound together; what it then is, its transitions say. Raises QuotaError, and then nothing is charged."""
+        self.check_resume(row)
+        self._shares[row.id] = share = replace(Share.of(row), runs=True)
+        try:
+            yield
+        finally:
+            if self._shares.get(row.id) is share:
+                self._shares[row.id] = Share.of(row)
 
     # -- other things
 

@@ -219,6 +219,16 @@ def test_what_is_paused_takes_disk_alone_and_what_ended_takes_nothing(served: Se
         served.on_loop(engine.quotas.check_resume, row)
     served.on_loop(engine.store.transition, other, "killed", None, clock.stamp())
     served.on_loop(engine.quotas.check_resume, row)
+
+    def at_once() -> None:
+        """Two resumes at once, of which there is room for one; the first does not come to anything."""
+        with engine.quotas.resuming(row):
+            assert engine.quotas.used(project)["vcpus"] == 1
+            with pytest.raises(Exception, match="vcpus"):
+                engine.quotas.check_resume(row)
+        assert engine.quotas.used(project)["vcpus"] == 0
+
+    served.on_loop(at_once)
     served.on_loop(engine.store.transition, row, "killed", None, clock.stamp())
     assert used() == (0, 0)
 

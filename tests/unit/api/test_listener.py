@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -20,7 +21,9 @@ from tests.support import eventually
 from tests.unit.api.listening import Served, answer, ask, closed, serving
 
 from llm4agents import limits
+from llm4agents.api.access.crowd import Crowd
 from llm4agents.api.listen.counting import Bounds
+from llm4agents.engine.principal import Principal
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SMALL = Bounds(
@@ -178,6 +181,47 @@ def test_bodies_are_bounded_one_and_all(small: Served) -> None:
         found = {answer(first)[0], answer(second)[0]}
         assert 503 in found
     eventually(lambda: small.figures()["listener_held_bytesbody"] == 0, 5)
+
+
+def test_calls_of_one_address_do_not_take_all_there_are(tmp_path: Path) -> None:
+    slow = (
+        b"POST /v1/register HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 100\r\n\r\n{"
+    )
+    with serving(tmp_path, Bounds(requests=8, crowded=2)) as served, contextlib.ExitStack() as held:
+        for _ in range(4):  # strangers, who only have to be slow
+            held.enter_context(served.connect()).sendall(slow)
+        eventually(lambda: served.context.active == 4, 5)
+        with served.connect() as sock:
+            assert (found := ask(sock, GET))[0] == 503 and b"much to do" in found[2]
+        fine(served)
+    assert Crowd(8, 2).under_way == 0
+
+
+def test_calls_of_one_project_do_not_take_all_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LISTEN_REQUESTS_MAX", 4)
+    monkeypatch.setattr(limits, "LISTEN_REQUESTS_CROWDED", 1)
+    with serving(tmp_path) as served, contextlib.ExitStack() as held:
+        engine, operator = served.context.engine, Principal.operator()
+
+        async def key() -> str:
+            project = engine.projects.create("another").id
+            return engine.keys.create(operator, "of another", project=project)[1]
+
+        other = served.do(key())
+
+        def head(path: str, key: str) -> bytes:
+            return f"GET {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\n\r\n".encode()
+
+        for source in ("127.0.0.2", "127.0.0.3"):
+            sock = held.enter_context(served.connect(source))
+            sock.sendall(head("/v1/events?follow=true", served.key))
+        eventually(lambda: served.context.active == 2, 5)
+        for used, status in ((served.key, 503), (other, 200)):
+            with served.connect("127.0.0.4") as sock:
+                assert ask(sock, head("/v1/whoami", used))[0] == status
 
 
 def test_heads_are_bounded(small: Served) -> None:

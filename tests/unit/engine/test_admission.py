@@ -110,6 +110,29 @@ def test_the_queue_is_first_come_first_served_and_has_a_deadline() -> None:
     run(test)
 
 
+def test_what_one_project_waits_for_holds_up_no_other() -> None:
+    async def test() -> None:
+        gate = Node().admission
+        for name in "abc":
+            await gate.reserve(name, 1024, project="others")
+        big = asyncio.create_task(gate.reserve("big", 3072, wait_s=10, project="greedy"))
+        small = asyncio.create_task(gate.reserve("small", 256, wait_s=10, project="greedy"))
+        await asyncio.sleep(0)
+        gate.release("a")
+        await asyncio.sleep(0.01)
+        assert not big.done() and not small.done()  # within a project nobody overtakes
+        await gate.reserve("d", 256, project="others")
+        with pytest.raises(CapacityError, match="2 creates are waiting"):
+            await gate.reserve("pool's", 256)
+        for name in "bcd":
+            gate.release(name)
+        await big
+        gate.release("big")
+        await small
+
+    run(test)
+
+
 def test_who_waits_hears_of_memory_that_others_gave_back() -> None:
     async def test() -> None:
         node = Node()

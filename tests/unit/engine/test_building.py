@@ -8,6 +8,7 @@ import io
 import json
 import os
 import tarfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -89,6 +90,23 @@ def test_a_tar_of_too_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "COPY_ENTRIES_MAX", 2)
     with pytest.raises(InvalidRequestError, match="more than 2 entries"):
         check(tar(("a", b""), ("b", b""), ("c", b"")))
+
+
+def test_a_tar_of_long_names_is_read_off_the_loop_and_little_is_kept_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "/".join("d" * 1_000)
+    data = tar(*(special(f"{long}/{at}", tarfile.SYMTYPE, "x") for at in range(50)))
+    assert {len(kept) for kept in check(data)._links} == {16}
+    threads, feed = set(), Checker.feed
+
+    def watched(self: Checker, piece: bytes) -> None:
+        threads.add(threading.current_thread())
+        feed(self, piece)
+
+    monkeypatch.setattr(Checker, "feed", watched)
+    asyncio.run(Copies(Cache(tmp_path)).receive("default", hashlib.sha256(data).hexdigest(), pieces(data)))
+    assert threading.main_thread() not in threads
 
 
 async def pieces(data: bytes) -> AsyncIterator[bytes]:

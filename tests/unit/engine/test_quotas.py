@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm4agents.engine.invites import _network
+from llm4agents.engine.invites import network_of
 from llm4agents.engine.keys import Keys
 from llm4agents.engine.principal import DEFAULT, ORDINARY, SCOPES, Principal
 from llm4agents.engine.projects import Projects
@@ -116,5 +116,5 @@ def test_nobody_may_anything_and_the_operator_everything() -> None:
 
 
 def test_of_ipv6_everybody_has_many_addresses() -> None:
-    assert _network("192.0.2.1") == "192.0.2.1" and _network("unknown") == "unknown"
-    assert _network("2001:db8::1") == _network("2001:db8::ffff:1") != _network("2001:db8:0:1::1")
+    assert network_of("192.0.2.1") == "192.0.2.1" and network_of("unknown") == "unknown"
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")

@@ -21,8 +21,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from llm4agents import limits
 from llm4agents.api.access import once, owners
 from llm4agents.api.access.answer import Answer
+from llm4agents.api.access.crowd import Crowd
 from llm4agents.api.access.table import OPEN, QUIET, Matched, Table
 from llm4agents.api.answers import problem
 from llm4agents.api.context import CALLER, Context
@@ -75,6 +77,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, context: Context, via: Via) -> None:
         self.app, self.context, self._unix = app, context, via == "unix"
+        self._crowd = Crowd(limits.LISTEN_REQUESTS_MAX, limits.LISTEN_REQUESTS_CROWDED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -102,11 +105,15 @@ class Gate:
             scope["state"] = {**scope.get("state", {}), **state}
             CALLER.set(call.principal)
             key = None if call.port else once.key_of(scope, call.pattern)
-            if key is None:
-                await self.app(scope, receive, answer)
-                return
-            repeats, project = self.context.engine.repeats, call.principal.project
-            await once.serve(self.app, repeats, project, key, call.pattern, scope, receive, answer)
+            who = call.principal
+            # Strangers have their addresses' share (the listener's); the operator has no bound but the listener's.
+            free = self._unix or who.sees_all or who.actor == NOBODY
+            with contextlib.nullcontext() if free else self._crowd.inside(who.project):
+                if key is None:
+                    await self.app(scope, receive, answer)
+                    return
+                repeats = self.context.engine.repeats
+                await once.serve(self.app, repeats, who.project, key, call.pattern, scope, receive, answer)
         except LLM4AgentsError as error:
             if answer.begun:
                 raise

@@ -17,6 +17,7 @@ class Bounds:
     connections: int = limits.LISTEN_CONNECTIONS_MAX
     per_address: int = limits.LISTEN_CONNECTIONS_PER_ADDRESS_MAX
     requests: int = limits.LISTEN_REQUESTS_MAX
+    crowded: int = limits.LISTEN_REQUESTS_CROWDED
     handshake_s: float = limits.LISTEN_HANDSHAKE_S
     head_s: float = limits.LISTEN_HEAD_S
     head_bytes: int = limits.LISTEN_HEAD_BYTES_MAX

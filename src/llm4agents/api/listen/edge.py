@@ -12,11 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from llm4agents import limits
+from llm4agents.api.access.crowd import Crowd
 from llm4agents.api.answers import problem
 from llm4agents.api.context import Context
 from llm4agents.api.listen import origin
 from llm4agents.api.listen.counting import Bounds, Budget
 from llm4agents.api.proxy import address
+from llm4agents.engine.invites import network_of
 from llm4agents.errors import (
     CapacityError,
     HeadTooLargeError,
@@ -47,6 +49,7 @@ class Edge:
         self.app, self.context = app, context
         self.hosts, self.proxies, self.bounds, self.bodies = hosts, proxies, bounds, bodies
         self.active = 0
+        self._crowd = Crowd(bounds.requests, bounds.crowded)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -57,10 +60,12 @@ class Edge:
         body: _Body | None = None
         try:
             self._admit(scope)
-            if scope["type"] == "http":
-                body = _Body(self, scope, receive)
-                body.check()
-            await self.app(scope, body or receive, answer)
+            client = scope["client"]
+            with self._crowd.inside(network_of(client[0]) if client else ""):
+                if scope["type"] == "http":
+                    body = _Body(self, scope, receive)
+                    body.check()
+                await self.app(scope, body or receive, answer)
         except LLM4AgentsError as error:
             if answer.begun:
                 return None  # it ends unfinished, which the client sees

@@ -16,7 +16,7 @@ import shutil
 import tarfile
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from llm4agents import limits, tarblocks
 from llm4agents.errors import InvalidRequestError, ProtocolError
@@ -43,7 +43,8 @@ class Checker:
         self._held = bytearray()
         self._skip = 0
         self._fields: dict[str, bytes] = {}
-        self._links: set[str] = set()
+        self._links: set[bytes] = set()
+        """Digests of their paths: there may be many, and long ones."""
 
     def feed(self, piece: bytes) -> None:
         if self.ended:
@@ -101,13 +102,15 @@ class Checker:
         if info.type not in _KINDS:
             raise InvalidRequestError(f"the tar has a member of a strange kind: {info.name[:200]!r}")
         parts = tarblocks.parts(self._fields.get("path", os.fsencode(info.name)))
-        for at in range(1, len(parts)):
-            if "/".join(parts[:at]) in self._links:
+        path = hashlib.blake2b(digest_size=16)
+        for at, part in enumerate(parts):  # each directory above it, without looking at any byte twice
+            if at and self._links and path.digest() in self._links:
                 raise InvalidRequestError(f"the tar has a member behind a link: {'/'.join(parts)[:200]!r}")
+            path.update(os.fsencode(part) + b"/")
         if info.issym():
-            self._links.add("/".join(parts))
+            self._links.add(path.digest())
         else:
-            self._links.discard("/".join(parts))
+            self._links.discard(path.digest())
         if info.islnk():
             tarblocks.parts(self._fields.get("linkpath", os.fsencode(info.linkname)))
 
@@ -141,6 +144,13 @@ class Copies:
         self._cache.root.mkdir(parents=True, exist_ok=True)  # a new server's, which has built nothing yet
         check_room(self._cache.root, limits.DISK_FREE_BYTES_MIN)
         hashed, size, checker = hashlib.sha256(), 0, Checker()
+
+        def take(file: BinaryIO, chunk: bytes) -> None:
+            # Not on the event loop: of a tar that is nothing but headers this is work.
+            checker.feed(chunk)
+            hashed.update(chunk)
+            file.write(chunk)
+
         async with self._cache.workdir() as tmp:
             path = tmp / "copy.tar"
             with room(tmp), path.open("xb") as file:
@@ -151,9 +161,7 @@ class Copies:
                             f"the files of one copy are at most {limits.COPY_BYTES_MAX >> 20} MiB",
                             hint="leave some out (ignore), or fetch them in a step",
                         )
-                    checker.feed(chunk)
-                    hashed.update(chunk)
-                    await asyncio.to_thread(file.write, chunk)
+                    await asyncio.to_thread(take, file, chunk)
             if not checker.ended:
                 raise InvalidRequestError("the tar is cut short")
             if hashed.hexdigest() != digest:

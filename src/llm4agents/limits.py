@@ -64,6 +64,8 @@ STEP_OUTPUT_TAIL_BYTES: Final = 4_096
 RECIPE_BYTES_MAX: Final = 1_048_576
 READY_TIMEOUT_S: Final = 60
 READY_TIMEOUT_S_MAX: Final = 600
+BUILDS_PER_PROJECT_MAX: Final = 8
+"""Under way at once."""
 STEPS_CACHE_BYTES_MAX: Final = 21_474_836_480
 """Of the disks kept after steps, all together; those used least recently go first."""
 BUILD_LOG_BYTES_MAX: Final = 4_194_304
@@ -105,6 +107,8 @@ VOLUME_FLUSH_S: Final = 10.0
 """How long the end of a sandbox waits for what it has written to volumes to be in them."""
 VOLUME_READER_IDLE_S: Final = 5.0
 """How long the machine that reads a detached volume's files stays for the next call."""
+VOLUME_READERS_PER_PROJECT_MAX: Final = 4
+"""Such machines of one project at once; they are in none of its quotas."""
 VOLUME_READER_S: Final = 600.0
 """How long it stays at most after its server died, or in one call."""
 TB_SIZE_MIB: Final = 128
@@ -233,10 +237,12 @@ PORT_URL_S_MAX: Final = 30 * 86_400.0
 # MCP over HTTP
 
 MCP_SESSIONS_MAX: Final = 256
+MCP_SESSIONS_PER_PROJECT_MAX: Final = 64
 MCP_SESSION_IDLE_S: Final = 1_800.0
 """A session without a request for so long is ended; its default sandbox is left to its own timeouts."""
 MCP_CONVERSATIONS_MAX: Final = 1_024
 """Of whose default sandbox is known; the longest unused one is forgotten for another."""
+MCP_CONVERSATIONS_PER_PROJECT_MAX: Final = 256
 MCP_CONVERSATION_S: Final = 86_400.0
 """How long an unused one is known: as long as its paused sandbox is kept."""
 
@@ -403,6 +409,8 @@ IDEMPOTENCY_KEPT_S: Final = 86_400
 IDEMPOTENCY_ROWS_MAX: Final = 10_000
 """Of one project: the oldest go first."""
 IDEMPOTENCY_ANSWER_BYTES_MAX: Final = 262_144
+IDEMPOTENCY_BYTES_MAX: Final = 67_108_864
+"""Of one project's answers together, looked at now and then: the oldest go first."""
 
 # Intercept
 INTERCEPT_BUILD_TIMEOUT_S: Final = 900.0

@@ -405,7 +405,7 @@ def _only(table: Mapping[str, Any], where: str, known: Sequence[str], more: Sequ
         if key in known:
             continue
         meant = {word: target for word, target in _MEANT.items() if target in known}
-        close = next(iter(difflib.get_close_matches(key.lower(), (*known, *meant), n=1)), None)
+        close = next(iter(difflib.get_close_matches(key[:80].lower(), (*known, *meant), n=1)), None)
         near = meant.get(close or "", close)
         raise InvalidRequestError(
             f"{where} has a key {key[:80]!r} that means nothing here",
@@ -457,6 +457,11 @@ def _command(value: Any, where: str) -> Run:
     return words if isinstance(value, list | tuple) else words[0]
 
 
+def _is_broken(text: str) -> bool:
+    """Whether it has half a character, which no encoding of ours can write."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
@@ -498,7 +503,7 @@ def _env(value: Any, where: str) -> dict[str, str]:
             raise InvalidRequestError(
                 f"{where}: {name[:80]!r} is no variable's name", hint="A-Z, a-z, 0-9 and _"
             )
-        if not isinstance(text, str) or "\0" in text:
+        if not isinstance(text, str) or "\0" in text or _is_broken(text):
             raise InvalidRequestError(f"{where}.{name} is text without NUL", hint=f'{name} = "…"')
     if sum(len(name) + len(text.encode()) + 2 for name, text in table.items()) > limits.ENV_BYTES_MAX:
         raise InvalidRequestError(f"{where} is more than {limits.ENV_BYTES_MAX} bytes")

@@ -19,6 +19,7 @@ from llm4agents.config import Settings
 from llm4agents.engine import attached, clock, creation, forking, lifecycle, names, pausing
 from llm4agents.engine.admission import Admission
 from llm4agents.engine.attached import Mount
+from llm4agents.engine.building.builds import Builds
 from llm4agents.engine.keeping import Keeper
 from llm4agents.engine.live import Live
 from llm4agents.engine.network import Asked
@@ -63,6 +64,7 @@ class Acts(ABC):
     node: Node
     admission: Admission
     quotas: Quotas
+    builds: Builds
     _live: dict[str, Live]
     _keeper: Keeper
     _closing: bool
@@ -70,6 +72,8 @@ class Acts(ABC):
     def __init__(self) -> None:
         self._moving: dict[str, asyncio.Lock] = {}
         self._photographing = 0
+        self._snapshots: set[str] = set()
+        """Templates that are being made of a sandbox."""
         self._acts: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
@@ -327,13 +331,20 @@ class Acts(ABC):
                 return await self.snapshot(sandbox, name, description, leave_volumes)
             finally:
                 await self.pause(sandbox, row.reason or "paused by request")
-        return await self._to_the_end(self._snapshot(sandbox, name, description, leave_volumes))
+        self._snapshots.add(name)
+        try:
+            return await self._to_the_end(self._snapshot(sandbox, name, description, leave_volumes))
+        finally:
+            self._snapshots.discard(name)
 
     def check_more_templates(self, ref: str) -> None:
         """Before the template of that ref is made: may its project have one more? Raises QuotaError."""
         project = names.project_of(ref)
         if project is not None and self.quotas.bound(project, "templates") is not None:
             own = {one.name for one in self.templates.list() if names.project_of(one.name) == project}
+            own |= self.builds.names(project) | {
+                one for one in self._snapshots if names.project_of(one) == project
+            }
             self.quotas.check(project, "templates", len(own), 0 if ref in own else 1)
 
     async def _snapshot(self, sandbox: str, name: str, description: str, leave_volumes: bool) -> Variant:

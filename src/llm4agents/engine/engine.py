@@ -163,6 +163,7 @@ class Engine(Acts):
             (settings.registry, settings.registries),
         )
         self.builds.find, self.builds.room = names.ref, self.check_more_templates
+        self.builds.charged = self.quotas.building
         self.templates.rebuild = self.builds.rebuild
         self.creating = 0
         self._live: dict[str, Live] = {}

@@ -341,8 +341,11 @@ class Jobs:
                     self._refuse if job.spec.get("guarded") else None,
                 )
                 told |= {"answered": clock.wall_s(), "next_at": None}
-            except webhooks.WebhookError as error:
-                entry["error"] = str(error)
+            except Exception as error:
+                # Whatever it is: what is not written down as tried would be tried again at once, and for ever.
+                if not isinstance(error, webhooks.WebhookError):
+                    log.error("webhook_failed", job=run.job, exc_info=error)
+                entry["error"] = str(error) or type(error).__name__
                 told["next_at"] = schedule.retry_at(told["tries"], clock.wall_s())
             told["last"] = [*told["last"], entry][-TELLS_KEPT:]
             self._told(run, told)

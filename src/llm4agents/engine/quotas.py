@@ -8,6 +8,7 @@ once cannot pass a bound together; its transitions then keep the charge true, an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class Share:
     memory_mib: int
     disk_mib: int
     runs: bool = True
+    sandboxes: int = 1
 
     @classmethod
     def of(cls, row: SandboxRow) -> Share:
@@ -96,7 +98,7 @@ class Share:
         return cls(row.project, row.vcpus, row.memory_mib, int(disk), row.state not in IDLE_STATES)
 
     def figures(self) -> dict[str, float]:
-        running = (1, self.vcpus, self.memory_mib) if self.runs else (0, 0, 0)
+        running = (self.sandboxes, self.vcpus, self.memory_mib) if self.runs else (0, 0, 0)
         return {**dict(zip(RUNNING, running, strict=True)), "disk_mib": self.disk_mib}
 
 
@@ -107,6 +109,7 @@ class Quotas:
         self._projects = projects
         self._shares: dict[str, Share] = {row.id: Share.of(row) for row in store.alive()}
         self._buckets: dict[str, Bucket] = {}
+        self._builds = itertools.count()
         store.on_transition.append(self._changed)
 
     # -- sandboxes
@@ -163,6 +166,18 @@ class Quotas:
         """Before a paused sandbox runs again. Raises QuotaError."""
         share = Share.of(row)
         self._check(row.project, dict(zip(RUNNING, (1, share.vcpus, share.memory_mib), strict=True)))
+
+    @contextlib.contextmanager
+    def building(self, project: str, vcpus: int, memory_mib: int) -> Iterator[None]:
+        """Charge the machine of a template's build: it is no sandbox, and takes as much. Raises QuotaError."""
+        share = Share(project, vcpus, memory_mib, 0, sandboxes=0)
+        self.check_room(share)
+        ident = f"build-{next(self._builds)}"
+        self.charge(ident, share)
+        try:
+            yield
+        finally:
+            self.release(ident, share)
 
     @contextlib.contextmanager
     def resuming(self, row: SandboxRow) -> Iterator[None]:

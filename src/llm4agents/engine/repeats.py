@@ -84,4 +84,9 @@ class Repeats:
         if self._since_trim >= limits.IDEMPOTENCY_ROWS_MAX // 10:
             self._since_trim = 0
             before = now - limits.IDEMPOTENCY_KEPT_S
-            rows.trim(self._store, before=before, keep=limits.IDEMPOTENCY_ROWS_MAX)
+            rows.trim(
+                self._store,
+                before=before,
+                keep=limits.IDEMPOTENCY_ROWS_MAX,
+                bytes_max=limits.IDEMPOTENCY_BYTES_MAX,
+            )

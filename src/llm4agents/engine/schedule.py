@@ -28,7 +28,10 @@ def moment(at: object) -> float:
         except ValueError:
             found = None
         if found is not None and found.tzinfo is not None:
-            return found.astimezone(UTC).timestamp()
+            try:
+                return found.astimezone(UTC).timestamp()
+            except OverflowError:  # past the last year there is
+                pass
     raise InvalidRequestError(
         f"at={at!r} is no moment", hint="unix seconds, or RFC 3339 with an offset: 2030-01-31T08:00:00Z"
     )

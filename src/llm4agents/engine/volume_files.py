@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import posixpath
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +25,7 @@ from llm4agents.engine.attached import Attached, Mount
 from llm4agents.engine.creation import Origin, Woken
 from llm4agents.engine.node import Node
 from llm4agents.engine.volumes import READER, Volumes
-from llm4agents.errors import LLM4AgentsError
+from llm4agents.errors import CapacityError, LLM4AgentsError
 from llm4agents.guest.trees import Packed
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import volumes as table
@@ -56,6 +57,7 @@ def tar_out(agent: Agent, path: str, exclude: Sequence[str]) -> AsyncGenerator[b
 @dataclass(slots=True)
 class _Reader:
     ident: str
+    project: str
     woken: Woken
     users: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -70,6 +72,7 @@ class VolumeFiles:
         self._node, self._volumes, self._admission = node, volumes, admission
         self._readers: dict[str, _Reader] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._starting: Counter[str] = Counter()
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = False
         volumes.evict = self.evict
@@ -84,7 +87,9 @@ class VolumeFiles:
         async with lock:
             reader = self._readers.get(volume.id)
             if reader is None or reader.ended:
-                reader = self._readers[volume.id] = await self._start(volume)
+                with self._counted(volume.project):
+                    await self._make_room(volume.project)
+                    reader = self._readers[volume.id] = await self._start(volume)
             reader.users += 1
             if reader.timer is not None:
                 reader.timer.cancel()
@@ -98,6 +103,32 @@ class VolumeFiles:
             if reader.users == 0 and not reader.ended:
                 loop = asyncio.get_running_loop()
                 reader.timer = loop.call_later(limits.VOLUME_READER_IDLE_S, self._idle, volume.id, reader)
+
+    @contextlib.contextmanager
+    def _counted(self, project: str) -> Iterator[None]:
+        self._starting[project] += 1
+        try:
+            yield
+        finally:
+            self._starting[project] -= 1
+            if not self._starting[project]:
+                del self._starting[project]
+
+    async def _make_room(self, project: str) -> None:
+        """Of one more reader of the project, which is counted as starting. Raises CapacityError."""
+        mine = [
+            (ident, one) for ident, one in self._readers.items() if one.project == project and not one.ended
+        ]
+        if len(mine) + self._starting[project] <= limits.VOLUME_READERS_PER_PROJECT_MAX:
+            return
+        idle = next((found for found in mine if found[1].users == 0), None)
+        if idle is None:
+            raise CapacityError(
+                f"files of {limits.VOLUME_READERS_PER_PROJECT_MAX} volumes of the project are being read",
+                hint="wait for one of these calls to end",
+                retry_after_s=1,
+            )
+        await self._end(*idle)
 
     async def evict(self, volume: str) -> None:
         """End the machine that reads it, unless somebody waits for its answer."""
@@ -120,7 +151,7 @@ class VolumeFiles:
         places = self._node.places
         table.hold(self._node.store, volume.id, ident, "ro", clock.wall_s())
         try:
-            await self._admission.reserve(ident, shape.memory_mib)
+            await self._admission.reserve(ident, shape.memory_mib, project=volume.project)
             entry = attached.add((), volume.id, volume.name, Mount(volume.id, PLACE, "ro"))
             disk = Attached((entry,), self._volumes.files)
             disks = await creation.prepare(ident, variant, places)
@@ -138,7 +169,7 @@ class VolumeFiles:
         except BaseException:
             self._forget(volume.id, ident)
             raise
-        reader = _Reader(ident, woken)
+        reader = _Reader(ident, volume.project, woken)
         watch = asyncio.create_task(self._watch(volume.id, reader))
         reader.tasks.add(watch)
         return reader

@@ -59,6 +59,10 @@ def check_url(url: str, refuse: Refuse | None = None) -> None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise InvalidRequestError(f"webhook={url[:200]!r}: {host[:80]!r} is no host name") from None
         return
     if why := _why_not(address, refuse):
         raise InvalidRequestError(f"webhook={url[:200]!r}: {why}")
@@ -146,7 +150,13 @@ async def deliver(
             status = answer.status
     except TimeoutError:
         raise WebhookError(f"no answer within {limits.WEBHOOK_TIMEOUT_S:g} s") from None
-    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+    except (
+        httpcore.NetworkError,
+        httpcore.ProtocolError,
+        httpcore.TimeoutException,
+        OSError,
+        ValueError,
+    ) as error:
         raise WebhookError(f"{type(error).__name__}: {error}"[:300]) from error
     if not 200 <= status < 300:
         raise WebhookError(f"answered {status}")

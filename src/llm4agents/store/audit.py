@@ -41,8 +41,31 @@ def page(
 
 
 def trim(store: Store, *, before: float, keep: int) -> int:
-    """Forget what is older than `before` (unix seconds), and all but the newest `keep`; how many went."""
+    """Forget what is older than `before` (unix seconds), and the oldest of what is more than `keep`: of those projects
+    that have most, so that no project's calls push out what others did; how many went."""
     with store.writing() as connection:
-        newest = int(connection.execute(select(func.coalesce(func.max(audit.c.id), 0))).scalar_one())
-        done = connection.execute(delete(audit).where((audit.c.at < before) | (audit.c.id <= newest - keep)))
-        return int(done.rowcount)
+        gone = int(connection.execute(delete(audit).where(audit.c.at < before)).rowcount)
+        ends = connection.execute(select(func.min(audit.c.id), func.max(audit.c.id))).one()
+        if ends[0] is None or ends[1] - ends[0] < keep:
+            return gone
+        counted = select(audit.c.project, func.count()).group_by(audit.c.project)
+        counts = {str(project): int(count) for project, count in connection.execute(counted)}
+        share = _share(list(counts.values()), keep)
+        for project, count in counts.items():
+            if count > share:
+                mine = select(audit.c.id).where(audit.c.project == project).order_by(audit.c.id)
+                last = connection.execute(mine.offset(count - share - 1).limit(1)).scalar_one()
+                rows = (audit.c.project == project) & (audit.c.id <= last)
+                gone += int(connection.execute(delete(audit).where(rows)).rowcount)
+        return gone
+
+
+def _share(counts: list[int], keep: int) -> int:
+    """As many as each may keep so that all together are at most `keep`; who has less has less. Pure."""
+    left, share = keep, keep
+    for at, count in enumerate(sorted(counts)):
+        share = left // (len(counts) - at)
+        if count > share:
+            return share
+        left -= count
+    return max(counts, default=0)

@@ -48,8 +48,9 @@ def forget(store: Store, project: str, key: str) -> None:
         )
 
 
-def trim(store: Store, *, before: float, keep: int) -> None:
-    """Forget what is older than `before` (unix seconds), and of each project all but its newest `keep`."""
+def trim(store: Store, *, before: float, keep: int, bytes_max: int) -> None:
+    """Forget what is older than `before` (unix seconds), and of each project all but its newest `keep`, and of these
+    what is older than its newest `bytes_max` of answers."""
     with store.writing() as connection:
         connection.execute(delete(idempotency).where(idempotency.c.at < before))
         many = select(idempotency.c.project).group_by(idempotency.c.project).having(func.count() > keep)
@@ -60,4 +61,18 @@ def trim(store: Store, *, before: float, keep: int) -> None:
             )
             connection.execute(
                 delete(idempotency).where(and_(mine, idempotency.c.at <= newest.scalar_subquery()))
+            )
+        size = func.coalesce(func.length(idempotency.c.answer), 0)
+        large = (
+            select(idempotency.c.project).group_by(idempotency.c.project).having(func.sum(size) > bytes_max)
+        )
+        for project in connection.execute(large).scalars().all():
+            mine = idempotency.c.project == project
+            sums = select(
+                idempotency.c.at, func.sum(size).over(order_by=idempotency.c.at.desc()).label("bytes")
+            ).where(mine)
+            found = sums.subquery()
+            last = select(func.max(found.c.at)).where(found.c.bytes > bytes_max)
+            connection.execute(
+                delete(idempotency).where(and_(mine, idempotency.c.at <= last.scalar_subquery()))
             )

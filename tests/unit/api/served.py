@@ -41,6 +41,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(20)
 
+    def wait(self, work: Any) -> Any:
+        """What a coroutine comes to, on the engine's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
     def ask(self, method: str, path: str, key: str | None = None, **options: Any) -> httpx.Response:
         headers = {
             **options.pop("headers", {}),

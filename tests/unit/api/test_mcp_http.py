@@ -19,6 +19,7 @@ from llm4agents import config, limits
 from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.context import Context
+from llm4agents.api.mcp.conversations import Conversations, Wanted
 from llm4agents.api.mcp.endpoint import check_origin
 from llm4agents.api.proxy.address import Names
 from llm4agents.engine import clock
@@ -212,6 +213,31 @@ def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert (await http.post("/mcp", json=HANDSHAKE)).status_code == 200
 
     run(test, tmp_path)
+
+
+def test_one_project_does_not_take_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MCP_SESSIONS_PER_PROJECT_MAX", 2)
+
+    async def test(server: Server) -> None:
+        project = server.context.engine.projects.create("another").id
+        other = server.key(project)
+        async with server.http(authorization=f"Bearer {server.key()}") as http:
+            begun = [(await http.post("/mcp", json=HANDSHAKE)).status_code for _ in range(3)]
+        async with server.http(authorization=f"Bearer {other}") as http:
+            assert (begun, (await http.post("/mcp", json=HANDSHAKE)).status_code) == ([200, 200, 503], 200)
+
+    run(test, tmp_path)
+
+
+def test_conversations_of_one_project_are_forgotten_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MCP_CONVERSATIONS_PER_PROJECT_MAX", 2)
+    known = Conversations(lambda who: None)  # type: ignore[arg-type,return-value]
+    ours, theirs = (Principal(name, "key_1", frozenset(), "") for name in ("prj_ours", "prj_theirs"))
+    first = known.boxes(theirs, None, Wanted())
+    mine = [known.boxes(ours, f"s{at}", Wanted()) for at in range(5)]
+    assert known.boxes(theirs, None, Wanted()) is first
+    assert known.boxes(ours, "s4", Wanted()) is mine[4]
+    assert known.boxes(ours, "s0", Wanted()) is not mine[0]
 
 
 def test_a_session_that_is_only_dropped_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

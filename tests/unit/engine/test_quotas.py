@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from llm4agents.errors import (
     NotFoundError,
     QuotaError,
 )
-from llm4agents.store import open_store
+from llm4agents.store import audit, idempotency, open_store
 
 
 def test_what_is_not_set_has_no_bound() -> None:
@@ -29,6 +30,52 @@ def test_what_is_not_set_has_no_bound() -> None:
     assert exceeded({"vcpus": 2}, {"vcpus": 2}, {"vcpus": 1}) == ("vcpus", 2, 2)
     assert exceeded({"vcpus": 2}, {"vcpus": 5}, {"vcpus": 0}) is None  # lowered below what there is
     assert exceeded({"disk_mib": 0}, {}, {"disk_mib": 64}) == ("disk_mib", 0, 0)
+
+
+def test_no_project_s_audit_pushes_out_another_s(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+
+    def add(project: str, count: int) -> None:
+        row = {"actor": "a", "origin": "o", "request": "r", "action": "x", "target": "t", "status": 200}
+        audit.add(store, [{**row, "at": 1.0, "project": project, "code": None, "duration_ms": 1.0}] * count)
+
+    add("quiet", 10)
+    for _ in range(5):
+        add("loud", 100)
+        add("busy", 30)
+        audit.trim(store, before=0.0, keep=100)
+    found = Counter(row["project"] for row in audit.page(store, project=None, before=None, limit=1_000))
+    assert found == {"quiet": 10, "loud": 45, "busy": 45}
+    assert audit.trim(store, before=2.0, keep=100) == 100
+    store.close()
+
+
+def test_answers_that_are_kept_for_a_repeat_take_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    for project in ("large", "small"):
+        for at in range(10):
+            assert idempotency.begin(store, project, f"k{at}", b"r", float(at), since=0.0) is None
+            idempotency.end(store, project, f"k{at}", 200, bytes(100 if project == "large" else 1))
+    idempotency.trim(store, before=0.0, keep=50, bytes_max=350)
+    kept = [
+        idempotency.begin(store, "large", f"k{at}", b"r", 20.0, since=0.0) is not None for at in range(10)
+    ]
+    assert kept == [False] * 7 + [True] * 3
+    assert idempotency.begin(store, "small", "k0", b"r", 20.0, since=0.0) is not None
+    store.close()
+
+
+def test_a_build_is_charged_as_what_it_takes(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    projects = Projects(store)
+    project = projects.create("team", {"memory_mib": 1024, "sandboxes": 0}).id
+    quotas = Quotas(store, projects)
+    with quotas.building(project, 1, 1024):
+        assert quotas.used(project)["memory_mib"] == 1024
+        with pytest.raises(QuotaError), quotas.building(project, 1, 256):
+            pass
+    assert quotas.used(project)["memory_mib"] == 0
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from llm4agents.barrier import addresses
 from llm4agents.engine import webhooks
 from llm4agents.engine.reach import Reach
 from llm4agents.errors import ForbiddenError, InvalidRequestError
+from llm4agents.store.jobs import RunRow
 
 OWN = frozenset({ip_address("203.0.113.7")})
 MINE = "sbx_" + "m" * 20
@@ -127,3 +128,41 @@ def test_through_the_api_it_is_who_asks_that_counts(tmp_path: Path) -> None:
         assert served.ask("POST", f"/v1/sandboxes/{MINE}/jobs", key, json=hook).status_code == 400
         made = served.ask("POST", f"/v1/sandboxes/{MINE}/jobs", operator, json=hook)
         assert made.status_code == 201 and "guarded" not in made.json()
+
+
+def test_a_webhook_that_fails_oddly_is_tried_again_later_and_not_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def odd(*_: Any) -> int:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(webhooks, "deliver", odd)
+    with serving(tmp_path) as served:
+        served.sandbox(MINE, "default", "paused", paused_at=0.0)
+        jobs = served.context.engine.jobs
+        spec = {"command": "true", "webhook": "http://127.0.0.1:1/"}
+
+        async def told() -> Any:
+            job, _ = jobs.add(MINE, spec, at=None, every_s=None)
+            run = RunRow(job.id, 1, due_at=0.0, state="done", told={"tries": 0, "next_at": 0.0, "last": []})
+            jobs._store.begin(job, run, keep=9)
+            jobs._tells[run.id] = run
+            await jobs._tell(run)
+            return run.told
+
+        found = served.wait(told())
+        assert found["tries"] == 1 and found["last"][0]["error"] == "odd"
+        assert found["next_at"] > found["last"][0]["at"] + 1
+
+
+def test_odd_words_in_a_request_are_the_request_s_fault(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        key = served.key()
+        many = "&".join(f"metadata.k{at}=1" for at in range(1_500))
+        for query in (many, "metadata.%00=1", "metadata.a=%00"):
+            assert served.ask("GET", f"/v1/sandboxes?{query}", key).status_code == 400
+        half = (
+            b'{"name": "x", "recipe": {"from": {"template": "base"}, "steps": [{"env": {"A": "\\ud800"}}]}}'
+        )
+        headers = {"content-type": "application/json"}
+        assert served.ask("POST", "/v1/templates", key, content=half, headers=headers).status_code == 400

@@ -25,7 +25,18 @@ def test_moments(at: object, unix: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["soon", "1970-01-01T00:00:10", -1, True, None, float("nan"), float("inf"), []]
+    "at",
+    [
+        "soon",
+        "9999-12-31T23:59:59-23:59",
+        "1970-01-01T00:00:10",
+        -1,
+        True,
+        None,
+        float("nan"),
+        float("inf"),
+        [],
+    ],
 )
 def test_what_is_no_moment_says_so(at: object) -> None:
     with pytest.raises(InvalidRequestError, match="RFC 3339"):

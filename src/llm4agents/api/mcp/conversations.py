@@ -124,7 +124,11 @@ class Conversations:
             await known.boxes.close()
 
     def _forget(self, now: float) -> None:
-        """The longest unused ones that are too old or too many."""
+        """The longest unused ones that are too old or too many; first those of a project that has too many."""
+        newest = next(reversed(self._known))
+        mine = [key for key in self._known if key[0] == newest[0] and not self._known[key].boxes.busy]
+        for key in mine[: max(0, len(mine) - limits.MCP_CONVERSATIONS_PER_PROJECT_MAX)]:
+            del self._known[key]
         for key, known in list(self._known.items()):
             old = now - known.used_s > limits.MCP_CONVERSATION_S
             if not old and len(self._known) <= limits.MCP_CONVERSATIONS_MAX:

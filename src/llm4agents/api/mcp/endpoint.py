@@ -25,7 +25,7 @@ from llm4agents.api.context import principal as principal_of
 from llm4agents.api.proxy import address
 from llm4agents.api.proxy.address import Names
 from llm4agents.engine.principal import Principal
-from llm4agents.errors import ForbiddenError, LLM4AgentsError, ServerUnavailableError
+from llm4agents.errors import CapacityError, ForbiddenError, LLM4AgentsError, ServerUnavailableError
 
 if TYPE_CHECKING:
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -152,6 +152,11 @@ class _Served:
         wanted = Wanted.of(parse_qsl(request.scope["query_string"].decode("latin-1")))
         return self.conversations.boxes(principal_of(request), request.headers.get("mcp-session-id"), wanted)
 
+    def _sessions_of(self, project: str) -> int:
+        """The package has one bound for all sessions, and no words for whose they are."""
+        owners = self.manager._session_owners.values()
+        return sum(owner["client_id"].partition("/")[0] == project for owner in owners)
+
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
         from mcp.server.auth.provider import AccessToken
@@ -171,6 +176,11 @@ class _Served:
             await send(message)
 
         session = address.header(scope, _SESSION).decode("latin-1")
+        if not session and self._sessions_of(who.project) >= limits.MCP_SESSIONS_PER_PROJECT_MAX:
+            raise CapacityError(
+                f"this project has {limits.MCP_SESSIONS_PER_PROJECT_MAX} MCP sessions open",
+                hint="end some (DELETE); one without a request for half an hour ends by itself",
+            )
         await self.manager.handle_request({**scope, "user": AuthenticatedUser(owner)}, receive, watched)
         if scope["method"] == "DELETE" and session and status < 300:
             await self.conversations.end(who, session)

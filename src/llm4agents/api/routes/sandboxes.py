@@ -20,6 +20,7 @@ from llm4agents.engine.templates import Progress
 from llm4agents.errors import InvalidRequestError
 
 router = APIRouter(prefix="/v1/sandboxes")
+FILTERS_MAX = 32
 
 
 @router.post("", status_code=201)
@@ -92,6 +93,10 @@ async def listing(
         for name, value in request.query_params.items()
         if name.startswith("metadata.")
     }
+    if any("\0" in name + value for name, value in metadata.items()):
+        raise InvalidRequestError("metadata has no NUL in it")
+    if len(metadata) > FILTERS_MAX:
+        raise InvalidRequestError(f"a list is filtered by at most {FILTERS_MAX} pairs of metadata")
     if after is not None:
         context.check_id(after)
     rows = context.of(request).engine.store.list(

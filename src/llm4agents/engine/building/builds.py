@@ -35,6 +35,7 @@ from llm4agents.engine.parts import Shape, Variant
 from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.templates import Templates
 from llm4agents.errors import (
+    CapacityError,
     ConflictError,
     ForbiddenError,
     GuestError,
@@ -113,8 +114,12 @@ class Builds:
         self._running: dict[tuple[str, str, Shape, bool], _Build] = {}
         self.find: Callable[[str, str], str] = lambda name, project: name
         """The template that a name means to a project."""
-        self.room: Callable[[str], None] = lambda project: None
+        self.room: Callable[[str], None] = lambda name: None
         """Asked before a template that its project has not. Raises QuotaError."""
+        self.charged: Callable[[str, int, int], contextlib.AbstractContextManager[None]] = (
+            lambda project, vcpus, memory_mib: contextlib.nullcontext()
+        )
+        """Within it a project is charged for the machine of a build. Raises QuotaError."""
 
     # -- asking for one -----------------------------------------------------------------------------------
 
@@ -159,7 +164,14 @@ class Builds:
             return found
         self._check_copies(wanted)
         if not (self._workshop.cache.templates / wanted.name).is_dir():
-            self.room(wanted.project)
+            self.room(wanted.name)
+        mine = sum(other.wanted.project == wanted.project for other in self._running.values())
+        if wanted.shape is None and mine >= limits.BUILDS_PER_PROJECT_MAX:
+            raise CapacityError(
+                f"the project has {mine} builds under way",
+                hint="wait for one, or cancel it",
+                retry_after_s=10,
+            )
         self._running[build.key] = build
         build.task = asyncio.create_task(self._made(build))
         build.task.add_done_callback(lambda _: self._over(build))
@@ -209,6 +221,10 @@ class Builds:
         build.cancelled = build.cancelled or why
         build.task.cancel()
         await asyncio.wait({build.task})
+
+    def names(self, project: str) -> set[str]:
+        """Of the templates of a project that are being built."""
+        return {one.wanted.name for one in self._running.values() if one.wanted.project == project}
 
     async def cancel(self, name: str, who: str = "by request") -> None:
         """End what builds that template, whoever waits for it. Raises NotFoundError."""
@@ -279,7 +295,16 @@ class Builds:
         build.log.add(
             {"type": "build", "name": wanted.name, "steps": len(recipe.steps), "force": wanted.force}
         )
-        cache = self._workshop.cache
+        shape = build.shape
+        # One for a create is charged as the sandbox that is to come of it.
+        free = wanted.shape is not None
+        with (
+            contextlib.nullcontext() if free else self.charged(wanted.project, shape.vcpus, shape.memory_mib)
+        ):
+            return await self._built(build, driver, tell)
+
+    async def _built(self, build: _Build, driver: Driver, tell: Progress) -> Made:
+        wanted, recipe, cache = build.wanted, build.wanted.recipe, self._workshop.cache
         async with (
             cache.building(tell),
             cache.lock(f"build-{recipes.digest(wanted.name)[:32]}", tell),

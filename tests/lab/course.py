@@ -21,7 +21,7 @@ from .watch import PATIENCE, Patience, Trouble, again
 
 L = TypeVar("L")
 Piece = tuple[str, ...]
-WHOLE_S = 1_200.0
+WHOLE_S = 2_400.0
 """For all pieces, with second tries; what runs then has at most a silence more."""
 LEAST_S = 120.0
 """With less than this left no piece is begun: a pytest in there takes 20 seconds to say its first word."""

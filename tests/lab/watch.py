@@ -29,7 +29,7 @@ class Patience:
     stall_s: float = 300.0
     """With answers, and without a word of the run. A test in there takes a minute when the host is busy, two when it is
     eight times too busy."""
-    whole_s: float = 600.0
+    whole_s: float = 1_200.0
     """For all of it."""
 
 

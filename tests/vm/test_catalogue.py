@@ -42,7 +42,7 @@ def serving(sandbox: Sandbox, command: str, port: int = 8000) -> Iterator[str]:
             try:
                 fetch(forward.url)
             except OSError:
-                assert process.refresh().state == "running", process.read()
+                assert process.refresh().running, process.read()
                 return False
             return True
 

@@ -64,6 +64,8 @@ STEP_OUTPUT_TAIL_BYTES: Final = 4_096
 RECIPE_BYTES_MAX: Final = 1_048_576
 READY_TIMEOUT_S: Final = 60
 READY_TIMEOUT_S_MAX: Final = 600
+SHAPES_MAX: Final = 24
+"""Of one built-in template that are kept beside its own: anybody's create may ask for another."""
 BUILDS_PER_PROJECT_MAX: Final = 8
 """Under way at once."""
 STEPS_CACHE_BYTES_MAX: Final = 21_474_836_480

@@ -66,9 +66,14 @@ class Keys:
 
         Raises InvalidRequestError, ForbiddenError for a scope that the maker has not, or another's project.
         """
-        owner = maker.project if project is None else self._projects.get(project).id
-        if not maker.sees(owner):
-            raise NotFoundError(f"there is no project {project!r}", hint="leave it out: keys are of your own")
+        owner = maker.project
+        if project is not None and maker.sees_all:
+            owner = self._projects.get(project).id
+        elif project is not None and project not in self._called(owner):
+            # One word for what is another's and for what never was.
+            raise NotFoundError(
+                f"there is no project {project[:80]!r}", hint="leave it out: keys are of your own"
+            )
         wanted = frozenset(scopes) if scopes is not None else ORDINARY & (maker.scopes | _implied(maker))
         if unknown := sorted(wanted - set(SCOPES)):
             raise InvalidRequestError(f"{unknown[0][:40]!r} is no scope", hint=f"any of {', '.join(SCOPES)}")
@@ -104,6 +109,10 @@ class Keys:
         self._all[row.id] = row
         log.info("key_created", key_id=row.id, project=owner, scopes=row.scopes)
         return row, text
+
+    def _called(self, owner: str) -> tuple[str, ...]:
+        row = self._projects.of(owner)
+        return (owner,) if row is None else (owner, row.name)
 
     def list(self, project: str | None) -> builtins.list[KeyRow]:
         """Those of a project, or (None) all; also what is revoked or has expired."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 from llm4agents import limits
 from llm4agents.engine import clock
 from llm4agents.engine.projects import Projects
-from llm4agents.errors import InvalidRequestError, QuotaError
+from llm4agents.errors import CapacityError, InvalidRequestError, QuotaError
 from llm4agents.store import SandboxRow, Store
 from llm4agents.store.store import TERMINAL, Stamp
 
@@ -170,6 +170,13 @@ class Quotas:
     @contextlib.contextmanager
     def building(self, project: str, vcpus: int, memory_mib: int) -> Iterator[None]:
         """Charge the machine of a template's build: it is no sandbox, and takes as much. Raises QuotaError."""
+        mine = sum(one.project == project and not one.sandboxes for one in self._shares.values())
+        if mine >= limits.BUILDS_PER_PROJECT_MAX:
+            raise CapacityError(
+                f"the project has {mine} builds under way",
+                hint="wait for one, or cancel it",
+                retry_after_s=10,
+            )
         share = Share(project, vcpus, memory_mib, 0, sandboxes=0)
         self.check_room(share)
         ident = f"build-{next(self._builds)}"

@@ -201,7 +201,21 @@ class Templates:
         for pin in self._pins(shape):
             pin.unlink(missing_ok=True)
         self._drop_others(found[0])
+        self._drop_oldest(found[0])
         return found
+
+    def _drop_oldest(self, kept: Variant) -> None:
+        """Of a built-in template with more shapes than are kept: those made first that nothing lies on."""
+        usual, found = self.size(kept.name), []
+        for path in (self.cache.templates / kept.name / "keys").iterdir():
+            with contextlib.suppress(LLM4AgentsError):
+                other = parts.load(path, self.cache.blob)
+                if path != kept.path and (other.vcpus, other.memory_mib) != usual:
+                    found.append((other.created_at, path, other.shape))
+        for _, path, shape in sorted(found)[: max(0, len(found) - limits.SHAPES_MAX)]:
+            if not self.users_of(path.name) and shape not in self._building:
+                self._ready.pop(shape, None)
+                shutil.rmtree(path, ignore_errors=True)
 
     def _made_elsewhere(self, shape: Shape, identity: dict[str, str]) -> str | None:
         """Why a variant that is there is not used, if it is for what this host is: told before it is built anew."""

@@ -236,7 +236,14 @@ def test_a_key_makes_no_key_that_may_more(served: Served) -> None:
     for scopes in (["node"], ["sandboxes"], ["read", "secrets"]):
         said = served.ask("POST", "/v1/keys", key, json={"name": "more", "scopes": scopes})
         assert (said.status_code, said.json()["code"]) == (403, "forbidden")
-    assert served.ask("POST", "/v1/keys", key, json={"name": "x", "project": "default"}).status_code == 404
+    said = [
+        served.ask("POST", "/v1/keys", key, json={"name": "x", "project": name})
+        for name in ("default", "never was")
+    ]
+    assert [answer.status_code for answer in said] == [404, 404]
+    assert said[0].json()["hint"] == said[1].json()["hint"]  # nor does it tell which projects there are
+    own = served.ask("POST", "/v1/keys", key, json={"name": "x", "project": "of keys", "scopes": ["read"]})
+    assert own.status_code == 201
     other = served.key()
     for ident in (f"key_{other[4:12]}", "key_nothing0"):
         assert served.ask("DELETE", f"/v1/keys/{ident}", key).status_code == 404

@@ -224,6 +224,19 @@ def test_calls_of_one_project_do_not_take_all_there_are(
                 assert ask(sock, head("/v1/whoami", used))[0] == status
 
 
+def test_a_request_of_two_lengths_ends_its_connection(small: Served) -> None:
+    with small.connect() as sock:
+        sock.sendall(
+            b"POST /v1/sandboxes HTTP/1.1\r\nhost: localhost\r\ncontent-length: 6\r\n"
+            b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET
+        )
+        sock.settimeout(5)
+        said = b""
+        while piece := sock.recv(65_536):
+            said += piece
+    assert said.startswith(b"HTTP/1.1 400") and said.count(b"HTTP/1.1 ") == 1 and b"two ways" in said
+
+
 def test_heads_are_bounded(small: Served) -> None:
     for request, expected in (
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"a" * 40_000 + b"\r\n\r\n", 431),

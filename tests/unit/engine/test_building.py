@@ -16,10 +16,11 @@ import pytest
 
 from llm4agents import limits
 from llm4agents.engine.building import buildlog
+from llm4agents.engine.building import copies as copies_
 from llm4agents.engine.building.buildlog import BuildLog
 from llm4agents.engine.building.copies import Checker, Copies, owned
 from llm4agents.engine.building.stepcache import ABOUT, StepCache
-from llm4agents.errors import InvalidRequestError
+from llm4agents.errors import CapacityError, InvalidRequestError
 from llm4agents.images.cache import Cache
 
 
@@ -107,6 +108,26 @@ def test_a_tar_of_long_names_is_read_off_the_loop_and_little_is_kept_of_it(
     monkeypatch.setattr(Checker, "feed", watched)
     asyncio.run(Copies(Cache(tmp_path)).receive("default", hashlib.sha256(data).hexdigest(), pieces(data)))
     assert threading.main_thread() not in threads
+
+
+def test_a_copy_is_not_taken_in_when_the_disk_has_filled_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies_, "_LOOK_BYTES", 4_000)
+    asked: list[int] = []
+
+    def full(where: Path, least: int) -> None:
+        asked.append(least)
+        if len(asked) > 1:
+            raise CapacityError("full")
+
+    monkeypatch.setattr(copies_, "check_room", full)
+    data = tar(("a", b"x" * 20_000))
+    with pytest.raises(CapacityError):
+        asyncio.run(
+            Copies(Cache(tmp_path)).receive("default", hashlib.sha256(data).hexdigest(), pieces(data))
+        )
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 async def pieces(data: bytes) -> AsyncIterator[bytes]:

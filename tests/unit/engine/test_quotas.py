@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm4agents import limits
 from llm4agents.engine.invites import network_of
 from llm4agents.engine.keys import Keys
 from llm4agents.engine.principal import DEFAULT, ORDINARY, SCOPES, Principal
@@ -16,6 +18,7 @@ from llm4agents.engine.projects import Projects
 from llm4agents.engine.quotas import Bucket, Quotas, checked, exceeded
 from llm4agents.errors import (
     AuthenticationError,
+    CapacityError,
     ConflictError,
     InvalidRequestError,
     NotFoundError,
@@ -75,6 +78,13 @@ def test_a_build_is_charged_as_what_it_takes(tmp_path: Path) -> None:
         with pytest.raises(QuotaError), quotas.building(project, 1, 256):
             pass
     assert quotas.used(project)["memory_mib"] == 0
+    other = projects.create("unbounded").id
+    with contextlib.ExitStack() as held:
+        for _ in range(limits.BUILDS_PER_PROJECT_MAX):
+            held.enter_context(quotas.building(other, 1, 256))
+        with pytest.raises(CapacityError, match="8 builds under way"):
+            held.enter_context(quotas.building(other, 1, 256))
+        held.enter_context(quotas.building(project, 1, 256))
     store.close()
 
 

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.unit.api.served import serving
 
 from llm4agents import limits
 from llm4agents import recipe as recipes
+from llm4agents.engine import parts
 from llm4agents.engine.building.buildlog import BuildLog
 from llm4agents.engine.building.builds import Builds, Wanted, _Build
 from llm4agents.engine.parts import Shape
@@ -72,3 +74,36 @@ def test_a_project_reads_so_many_volumes_at_once() -> None:
         assert ended == ["vol_2"] and not files._starting
 
     asyncio.run(test())
+
+
+def test_of_a_built_in_template_so_many_shapes_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHAPES_MAX", 2)
+    with serving(tmp_path) as served:
+        templates = served.context.engine.templates
+        keys = templates.cache.templates / "base" / "keys"
+        usual = templates.size("base")
+        sizes = {
+            "usual": usual,
+            "a": (1, 256),
+            "used": (1, 384),
+            "b": (1, 640),
+            "c": (2, 256),
+            "kept": (2, 384),
+        }
+        for name in sizes:
+            (keys / name).mkdir(parents=True)
+
+        def load(path: Path, _: Any) -> Any:
+            size = sizes[path.name]
+            at = float(list(sizes).index(path.name))
+            return SimpleNamespace(
+                created_at=at, vcpus=size[0], memory_mib=size[1], shape=Shape("base", *size, "qemu", False)
+            )
+
+        monkeypatch.setattr(parts, "load", load)
+        monkeypatch.setattr(templates, "users_of", lambda key: {"sbx_x"} if key == "used" else set())
+        kept = SimpleNamespace(name="base", path=keys / "kept")
+        served.on_loop(templates._drop_oldest, kept)
+        assert {path.name for path in keys.iterdir()} == {"usual", "used", "b", "c", "kept"}

@@ -34,6 +34,10 @@ _WITHOUT_KEY = "/v1/register"
 _STREAMED = frozenset({"/v1/templates/files"})
 
 
+class AmbiguousRequestError(InvalidRequestError):
+    """Where it ends is not the same for everybody: nothing that follows it on its connection is believed."""
+
+
 class Edge:
     """ASGI middleware; one per listener."""
 
@@ -70,6 +74,8 @@ class Edge:
             if answer.begun:
                 return None  # it ends unfinished, which the client sees
             refusal = problem(error, self.context)
+            if isinstance(error, AmbiguousRequestError):
+                refusal.headers["connection"] = "close"
             if scope["type"] == "websocket":
                 await WebSocket(scope, receive, send).send_denial_response(refusal)
             else:
@@ -92,6 +98,10 @@ class Edge:
             raise HeadTooLargeError(f"the request's head is larger than {self.bounds.head_bytes} bytes")
         if not target.startswith(b"/") and not (target == b"*" and scope.get("method") == "OPTIONS"):
             raise InvalidRequestError("the request's target is not a path", hint="this server is no proxy")
+        names = {name for name, _ in headers}
+        if b"transfer-encoding" in names and b"content-length" in names:
+            # Whatever is before us may have read it by the other one, and what follows as another's request.
+            raise AmbiguousRequestError("the request says its length in two ways")
         if self.active > self.bounds.requests:
             raise CapacityError("this server has too much to do", hint="call again in a second")
         peer = scope["client"]

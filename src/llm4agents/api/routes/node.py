@@ -113,15 +113,14 @@ async def build(name: str, body: models.Build, request: Request) -> Response:
 
     vcpus, memory_mib = registry.size(name)
 
+    wanted = body.vcpus or vcpus, body.memory_mib or memory_mib
+    quotas = context.of(request).engine.quotas
+
     async def work(progress: Progress) -> dict[str, Any]:
-        shape = await registry.shape(
-            name,
-            body.vcpus or vcpus,
-            body.memory_mib or memory_mib,
-            vmm=body.vmm,
-            nested=body.nested,
-        )
-        variant, _ = await registry.variant(shape, progress, rebuild=body.force)
+        shape = await registry.shape(name, *wanted, vmm=body.vmm, nested=body.nested)
+        free = principal.sees_all
+        with contextlib.nullcontext() if free else quotas.building(principal.project, *wanted):
+            variant, _ = await registry.variant(shape, progress, rebuild=body.force)
         return {"type": "template", **registry.describe(variant)}
 
     return Stream(with_progress(work), lines=True, media_type=NDJSON)

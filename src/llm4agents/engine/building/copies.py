@@ -29,6 +29,8 @@ _RECORDS: Final = frozenset({"path", "linkpath", "size", "mtime", "atime", "ctim
 """What a pax header may say here: no owner, nothing that makes a sparse file."""
 _KINDS: Final = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
 _PIECE_BYTES: Final = 262_144
+_LOOK_BYTES: Final = 16 << 20
+"""How much of a copy is taken in before it is looked again whether there is room."""
 _ID_MAX: Final = 0o7777777
 """Of a header's field."""
 _END: Final = bytes(2 * tarblocks.BLOCK)
@@ -143,7 +145,7 @@ class Copies:
         dest = self._path(project, digest)
         self._cache.root.mkdir(parents=True, exist_ok=True)  # a new server's, which has built nothing yet
         check_room(self._cache.root, limits.DISK_FREE_BYTES_MIN)
-        hashed, size, checker = hashlib.sha256(), 0, Checker()
+        hashed, size, looked, checker = hashlib.sha256(), 0, 0, Checker()
 
         def take(file: BinaryIO, chunk: bytes) -> None:
             # Not on the event loop: of a tar that is nothing but headers this is work.
@@ -161,6 +163,9 @@ class Copies:
                             f"the files of one copy are at most {limits.COPY_BYTES_MAX >> 20} MiB",
                             hint="leave some out (ignore), or fetch them in a step",
                         )
+                    if size - looked >= _LOOK_BYTES:  # others write too
+                        looked = size
+                        check_room(self._cache.root, limits.DISK_FREE_BYTES_MIN)
                     await asyncio.to_thread(take, file, chunk)
             if not checker.ended:
                 raise InvalidRequestError("the tar is cut short")

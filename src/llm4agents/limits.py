@@ -251,6 +251,8 @@ MCP_CONVERSATION_S: Final = 86_400.0
 # Jobs, logs
 JOBS_PER_SANDBOX_MAX: Final = 64
 """That are not over."""
+JOBS_ENDED_KEPT: Final = 256
+"""Of one sandbox, that are over: the newest, each with what its last runs said."""
 JOB_RUNS_KEPT: Final = 100
 JOB_OUTPUT_BYTES_KEPT: Final = 65_536
 """The end of a run's output, kept with its result."""

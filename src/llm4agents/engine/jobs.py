@@ -138,6 +138,7 @@ class Jobs:
         stored = {**spec, "at": at, "every_s": every_s, "beat": first, "secret": secret, "guarded": guarded}
         job = JobRow(new_id(), sandbox, stored, "waiting", now, next_at=first)
         self._store.add(job)
+        self._store.forget_older(sandbox, limits.JOBS_ENDED_KEPT)
         log.info("job_added", sandbox=sandbox, job=job.id, next_at=first)
         self._poke.set()
         return job, secret
@@ -233,8 +234,13 @@ class Jobs:
             now = clock.wall_s()
             try:
                 for job in self._store.due(now):
-                    if not self._end_with_sandbox(job):
-                        self._begin(job)
+                    try:
+                        if not self._end_with_sandbox(job):
+                            self._begin(job)
+                    except CapacityError:
+                        raise
+                    except Exception as error:  # one job's misfortune is no other's: the clock goes on
+                        log.error("job_not_begun", job=job.id, exc_info=error)
             except CapacityError as error:  # no room to write it down: not begun, and due still
                 log.warning("job_not_begun", error=error.message)
             tells = [

@@ -121,6 +121,24 @@ class JobStore:
             connection.execute(delete(job_runs).where(job_runs.c.job.in_(select(jobs.c.id).where(over))))
             connection.execute(delete(jobs).where(over))
 
+    def forget_older(self, sandbox: str, keep: int) -> None:
+        """A sandbox's jobs that are over, with their runs, but the `keep` that ended last."""
+        over = and_(jobs.c.sandbox == sandbox, jobs.c.state.in_(JOB_OVER))
+        older = (
+            select(jobs.c.id)
+            .where(over)
+            .order_by(jobs.c.ended_at.desc(), jobs.c.id)
+            .offset(keep)
+            .limit(10_000)
+        )
+        with self._store.reading() as connection:
+            found = connection.execute(older).scalars().all()
+        if found:
+            with self._store.writing() as connection:
+                for job in found:
+                    connection.execute(delete(job_runs).where(job_runs.c.job == job))
+                    connection.execute(delete(jobs).where(jobs.c.id == job))
+
     # runs
 
     def begin(self, job: JobRow, run: RunRow, *, keep: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.api.served import serving
 
-from llm4agents import config
+from llm4agents import config, limits
 from llm4agents.barrier import addresses
 from llm4agents.engine import webhooks
 from llm4agents.engine.reach import Reach
@@ -153,6 +153,25 @@ def test_a_webhook_that_fails_oddly_is_tried_again_later_and_not_at_once(
         found = served.wait(told())
         assert found["tries"] == 1 and found["last"][0]["error"] == "odd"
         assert found["next_at"] > found["last"][0]["at"] + 1
+
+
+def test_jobs_that_are_over_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JOBS_ENDED_KEPT", 2)
+    with serving(tmp_path) as served:
+        served.sandbox(MINE, "default", "paused", paused_at=0.0)
+        jobs = served.context.engine.jobs
+
+        async def made() -> list[str]:
+            for at in range(5):
+                job, _ = jobs.add(MINE, {"command": "true"}, at=None, every_s=None)
+                run = RunRow(job.id, 1, due_at=0.0, state="done")
+                jobs._store.begin(job, run, keep=9)
+                jobs._store.change(job, state="ended", ended_at=float(at))
+            jobs.add(MINE, {"command": "last"}, at=None, every_s=None)
+            return [str(job.ended_at) for job in jobs.find(MINE, (), 99)]
+
+        assert sorted(served.wait(made())) == ["3.0", "4.0", "None"]
+        assert len(served.context.engine.jobs._store.open_runs()) == 0
 
 
 def test_odd_words_in_a_request_are_the_request_s_fault(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ from llm4agents.engine.tracing import Tracing
 from llm4agents.errors import ConflictError, HostSetupError, LLM4AgentsError, to_wire
 
 START_FAILED = "LLM4AGENTS-START-FAILED "
+FOREGROUND = "--foreground"
+"""Its one argument: a person started it."""
 LOG_BYTES_MAX = 10 << 20
 KEEP_ALIVE_S = 75
 DRAIN_S = 5
@@ -264,14 +266,22 @@ def main() -> int:
             for fd in held:
                 os.close(fd)
     except LLM4AgentsError as error:
-        sys.stderr.write(START_FAILED + json.dumps(to_wire(error)) + "\n")
+        _say(error)
         return EXIT_LOST_RACE if isinstance(error, ConflictError) else EXIT_FAILED
     except Exception as error:
         structlog.get_logger().error("server_failed", exc_info=error)
         failed = HostSetupError(f"the server could not start: {type(error).__name__}: {error}")
-        sys.stderr.write(START_FAILED + json.dumps(to_wire(failed)) + "\n")
+        _say(failed)
         return EXIT_FAILED
     return 0
+
+
+def _say(error: LLM4AgentsError) -> None:
+    """Why it did not start: a line for the SDK that started it, words for whoever did (`server run`)."""
+    if sys.argv[1:] != [FOREGROUND]:
+        sys.stderr.write(START_FAILED + json.dumps(to_wire(error)) + "\n")
+        return
+    sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
 
 
 if __name__ == "__main__":

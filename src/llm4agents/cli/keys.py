@@ -97,4 +97,4 @@ def whoami(json: options.Json = False) -> None:
     print(f"{found['actor']} of project {found['project_name']} ({found['project']})")
     print(f"scopes: {', '.join(found['scopes'])}")
     for name, bound in sorted(found["quotas"].items()):
-        print(f"{name}: {found['used'].get(name, '-')} of {bound}")
+        print(f"{name}: {output.count(found['used'].get(name))} of {output.count(bound)}")

@@ -65,6 +65,11 @@ def left_out(done: Downloaded) -> int:
     return PROTECTED
 
 
+def count(value: float | None, none: str = "-") -> str:
+    """A quota's number, which JSON may say as a float: 5, not 5.0."""
+    return none if value is None else str(int(value)) if float(value).is_integer() else f"{value:.2f}"
+
+
 def emit(value: Any) -> None:
     """`--json`: one object on stdout; dates as RFC 3339."""
     # At once: a command that goes on after it (`forward`) would leave who reads its pipe waiting.

@@ -34,10 +34,13 @@ def _quotas(given: list[str] | None) -> dict[str, float | None]:
 
 
 def _shown(one: dict[str, Any]) -> None:
+    from llm4agents.cli import output
+
     state = "" if one["disabled_at"] is None else " (disabled)"
     print(f"{one['id']}  {one['name']}{state}")
     for name in sorted({*one["quotas"], *one["used"]}):
-        print(f"  {name}: {one['used'].get(name, '-')} of {one['quotas'].get(name, 'any number')}")
+        bound = output.count(one["quotas"].get(name), "any number")
+        print(f"  {name}: {output.count(one['used'].get(name))} of {bound}")
 
 
 def create(

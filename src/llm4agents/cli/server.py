@@ -76,7 +76,7 @@ def run(
     _wire.check_platform(None)
     _local.make_private(settings().run_dir)
     settings().state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    command = _local.server_command()
+    command = [*_local.server_command(), "--foreground"]
     os.execv(command[0], command)  # noqa: S606 (it becomes this process, so that signals reach it)
 
 

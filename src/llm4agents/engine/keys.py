@@ -151,7 +151,10 @@ class Keys:
             raise AuthenticationError(f"the API key {row.id} has expired", hint=_HINT)
         project = self._projects.of(row.project)
         if project is None or project.disabled_at is not None:
-            raise AuthenticationError(f"the project of the API key {row.id} is disabled", hint=_HINT)
+            raise AuthenticationError(
+                f"the project of the API key {row.id} is disabled",
+                hint=f"llm4agents project enable {row.project} on the server's host enables it again",
+            )
         if row.used_at is None or now - row.used_at >= USED_S:
             self._used(row, now)
         return row

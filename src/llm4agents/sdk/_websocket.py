@@ -67,7 +67,8 @@ def _failed(error: Exception, settings: Settings) -> LLM4AgentsError:
         body = error.response.body
         return _wire.error_of(error.response.status_code, bytes(body or b""))
     where = settings.url or str(settings.socket_path)
-    return ServerUnavailableError(f"no server answers at {where}: {error}")
+    hint = _wire.unreachable_hint(where, error) if settings.url else f"see {settings.server_log}"
+    return ServerUnavailableError(f"no server answers at {where}: {error}", hint=hint)
 
 
 def _ended(error: Exception) -> LLM4AgentsError:

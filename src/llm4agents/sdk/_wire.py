@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -50,6 +50,23 @@ _HINTS = {
     "boot_failed": "llm4agents doctor checks this host",
     "host_setup": "llm4agents doctor says what is missing, llm4agents setup installs it",
 }
+
+
+def unreachable_hint(url: str, error: Exception) -> str:
+    """What to do about a remote server that could not be connected to: by name, TLS and address."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        if "ostname mismatch" in text or "address mismatch" in text:
+            return "name the server in LLM4AGENTS_URL as its certificate does"
+        return "its CA is not trusted here: LLM4AGENTS_CA_FILE=ca.pem (on the server: llm4agents server ca --pem)"
+    if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
+        return "what answers there has no TLS: is it http:// in LLM4AGENTS_URL?"
+    if host.endswith(".localhost") and "connection refused" not in text.lower():
+        port = "" if parts.port is None else f":{parts.port}"
+        return f"names below localhost are not known on every host: LLM4AGENTS_URL={parts.scheme}://localhost{port}"
+    return "check LLM4AGENTS_URL and that the server runs"
 
 
 def check_platform(url: str | None) -> None:

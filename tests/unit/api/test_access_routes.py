@@ -122,6 +122,7 @@ def test_no_route_but_the_open_ones_serves_who_is_not_known(served: Served) -> N
     for bad in (disabled, revoked, expired, wrong):
         said = served.ask("GET", "/v1/whoami", bad)
         assert bad not in said.text and bad[13:] not in said.text
+    assert "project enable" in served.ask("GET", "/v1/whoami", disabled).json()["hint"]
 
 
 def test_a_key_does_what_it_is_for_and_nothing_else(served: Served) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from llm4agents import __version__
-from llm4agents.cli import app
+from llm4agents.api.server import lock
+from llm4agents.cli import app, output
 
 
 def test_version_and_help(cli: Any) -> None:
@@ -221,3 +222,22 @@ def test_the_apt_line() -> None:
         "--no-install-recommends",
         "qemu-system-x86",
     ]
+
+
+def test_a_server_that_cannot_start_says_so_in_words_to_who_ran_it(cli: Any, tmp_path: Path) -> None:
+    open_to_all = cli("server", "run", "--listen", "0.0.0.0:7400")
+    assert open_to_all.returncode != 0
+    assert open_to_all.stderr.splitlines()[-2].startswith("error: ")
+    assert open_to_all.stderr.splitlines()[-1].startswith("hint: ") and "--tls-" in open_to_all.stderr
+    held = lock(tmp_path / "s", "state")
+    try:
+        second = cli("server", "run")
+    finally:
+        os.close(held)
+    assert second.returncode == 3
+    assert [line.partition(":")[0] for line in second.stderr.splitlines()] == ["error", "hint"]
+    assert str(os.getpid()) in second.stderr and "llm4agents server stop" in second.stderr
+
+
+def test_counts_are_whole_where_they_are() -> None:
+    assert [output.count(value) for value in (0.0, 16384, 0.5, None)] == ["0", "16384", "0.50", "-"]

@@ -167,3 +167,18 @@ def test_unasync_notices_what_is_stale(tmp_path: Path) -> None:
     made = (tmp_path / "src/llm4agents/sdk/_sync/x.py").read_text()
     assert made.endswith("def f(a: Sandbox) -> None:\n    a.close()\n")
     assert subprocess.run([*run, "--check"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "hint"),
+    [
+        ("https://sbx.localhost:7400", "[Errno -2] Name or service not known", "https://localhost:7400"),
+        ("https://sbx.localhost", "[Errno 111] Connection refused", "the server runs"),
+        ("https://a.example", "CERTIFICATE_VERIFY_FAILED: unable to get local issuer", "LLM4AGENTS_CA_FILE"),
+        ("https://a.example", "CERTIFICATE_VERIFY_FAILED: Hostname mismatch", "as its certificate does"),
+        ("https://127.0.0.1:1", "[SSL: WRONG_VERSION_NUMBER] wrong version number", "no TLS"),
+        ("https://a.example", "[Errno -2] Name or service not known", "check LLM4AGENTS_URL"),
+    ],
+)
+def test_who_reaches_no_server_is_told_what_to_do(url: str, said: str, hint: str) -> None:
+    assert hint in _wire.unreachable_hint(url, OSError(said))

@@ -257,7 +257,7 @@ class AsyncTransport:
         if not sent:
             raise ServerUnavailableError(
                 f"no server answers at {where}: {error}",
-                hint=f"see {log}" if log else "check LLM4AGENTS_URL and that the server runs",
+                hint=f"see {log}" if log else _wire.unreachable_hint(where, error),
                 **details,
             ) from error
         if isinstance(error, httpcore.TimeoutException):
@@ -268,9 +268,10 @@ class AsyncTransport:
             ) from error
         if isinstance(error, httpcore.LocalProtocolError):
             raise ProtocolError(f"the request could not be sent: {error}", **details) from error
+        tls = "; if the server has TLS, LLM4AGENTS_URL is https://…" if where.startswith("http://") else ""
         raise ConnectionLostError(
             f"the server at {where} went away in mid-call: {error or type(error).__name__}",
-            hint=f"it may have run; look before you repeat it{see}",
+            hint=f"it may have run; look before you repeat it{see}{tls}",
             **details,
         ) from error
 

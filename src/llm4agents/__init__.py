@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llm4agents.errors import (
+        AmbiguousRequestError,
         AuthenticationError,
         BootError,
         CapacityError,
@@ -97,7 +98,7 @@ _ERRORS = (
     "SandboxPausedError ServerUnavailableError TemplateBuildError TemplateNotFoundError TimedOutError "
     "UnknownOutcomeError UnsupportedPlatformError VersionMismatchError VmmError "
     "AuthenticationError ForbiddenError QuotaError HeadTooLargeError MisdirectedError SlowRequestError TooLargeError "
-    "MediaTypeError MethodNotAllowedError"
+    "MediaTypeError MethodNotAllowedError AmbiguousRequestError"
 )
 _RESULTS = (
     "CodeContext EmulationWarning ExecResult Execution ExecutionError FileInfo NetworkInfo Output Port ProcessInfo "
@@ -127,6 +128,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AmbiguousRequestError",
     "AsyncObserver",
     "AsyncSandbox",
     "AsyncSecrets",

@@ -8,6 +8,7 @@ without reading words:
     ├── NotStartedError          outcome "not_started": nothing ran, nothing was charged; safe to retry
     │   ├── InvalidRequestError      the call itself is wrong (also a ValueError)
     │   │   ├── TooLargeError            its body, or (HeadTooLargeError) its head
+    │   │   ├── AmbiguousRequestError    its length is said in two ways
     │   │   ├── MethodNotAllowedError    the path has other methods
     │   │   └── MediaTypeError           its body is not of a type that is taken there
     │   ├── MisdirectedError         the request is for another host than this server is
@@ -120,6 +121,12 @@ class SlowRequestError(NotStartedError):
 
     code = "slow_request"
     http_status = 408
+
+
+class AmbiguousRequestError(InvalidRequestError):
+    """Where the request ends is not the same for everybody: nothing that follows it on its connection is believed."""
+
+    code = "ambiguous_request"
 
 
 class AuthenticationError(NotStartedError):

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from llm4agents import AsyncSandbox
-from llm4agents.errors import LLM4AgentsError, SandboxDiedError, SandboxNotFoundError
+from llm4agents.errors import (
+    ConnectionLostError,
+    LLM4AgentsError,
+    SandboxDiedError,
+    SandboxNotFoundError,
+)
 from llm4agents.vmm import shim
 from tests.support import Node
 
@@ -158,8 +163,12 @@ class Storm:
     # -- what must hold
 
     async def _audit(self, ledger: Ledger) -> None:
+        read = "cat /home/user/log 2>/dev/null"
         try:
-            text = (await ledger.handle.exec("cat /home/user/log 2>/dev/null", timeout=60)).stdout
+            try:
+                text = (await ledger.handle.exec(read, timeout=60)).stdout
+            except ConnectionLostError:  # the last kill may come in its middle, and reading may be done again
+                text = (await ledger.handle.exec(read, timeout=60)).stdout
         except LLM4AgentsError as error:
             if not ledger.ending:
                 self.outcome.lost.append(f"{ledger.handle.id}: {error.message}")

@@ -20,6 +20,7 @@ from llm4agents.api.listen.counting import Bounds, Budget
 from llm4agents.api.proxy import address
 from llm4agents.engine.invites import network_of
 from llm4agents.errors import (
+    AmbiguousRequestError,
     CapacityError,
     HeadTooLargeError,
     InvalidRequestError,
@@ -32,10 +33,6 @@ from llm4agents.errors import (
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _WITHOUT_KEY = "/v1/register"
 _STREAMED = frozenset({"/v1/templates/files"})
-
-
-class AmbiguousRequestError(InvalidRequestError):
-    """Where it ends is not the same for everybody: nothing that follows it on its connection is believed."""
 
 
 class Edge:

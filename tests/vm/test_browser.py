@@ -198,9 +198,9 @@ def test_clones_draw_different_values(origin: Origin) -> None:
                 "until curl -fsS -m 9 -o /dev/null https://shop.example/; do sleep 0.1; done"
             ).check()
             devtools(at, f"new?{quote('https://shop.example/draw', safe='')}", "PUT")
-            eventually(lambda: [one for one in origin.paths if one.startswith("/drawn?")], 60)
+            eventually(lambda: [one for one in origin.paths if one.startswith("/drawn?")], 180)
             devtools(at, f"new?{quote('https://raw.example/', safe='')}", "PUT")
-            hello = bytes(eventually(lambda: origin.hellos, 60)[0])
+            hello = bytes(eventually(lambda: origin.hellos, 180)[0])
             assert hello[0] == 22 and hello[5] == 1  # a record of TLS's handshake, with a ClientHello in it
             drawn.append(next(one for one in origin.paths if one.startswith("/drawn?")))
             randoms.append(hello[11:43])

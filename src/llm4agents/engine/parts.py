@@ -61,6 +61,27 @@ class Parts:
             ),
         )
 
+    def variant(self, shape: Shape, *, path: Path, key: str, disk_format: Literal["qcow2", "raw"]) -> Variant:
+        """A variant of that shape made from these, in which nothing has been said or started yet."""
+        return Variant(
+            path=path,
+            name=shape.name,
+            key=key,
+            vcpus=shape.vcpus,
+            memory_mib=shape.memory_mib,
+            created_at=0.0,
+            rootfs=self.rootfs,
+            rootfs_digest=self.rootfs_digest,
+            environment={},
+            services=[],
+            contents=self.contents,
+            blobs=[self.kernel_digest, self.initrd_digest, self.rootfs_digest],
+            ca=self.ca,
+            vmm=shape.vmm,
+            nested=shape.nested,
+            disk_format=disk_format,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:

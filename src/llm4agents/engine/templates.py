@@ -599,22 +599,9 @@ def _plan(
     async def warm(agent: Agent, progress: Progress) -> None:
         await warm_up(agent, wanted, progress)
 
-    variant = Variant(
-        path=dest,
-        name=wanted.name,
-        key=key,
-        vcpus=shape.vcpus,
-        memory_mib=shape.memory_mib,
-        created_at=0.0,
-        rootfs=made_of.rootfs,
-        rootfs_digest=made_of.rootfs_digest,
+    variant = replace(
+        made_of.variant(shape, path=dest, key=key, disk_format=form),
         environment=dict(wanted.environment),
         services=[service.name for service in wanted.warm_up.services],
-        contents=made_of.contents,
-        blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
-        ca=made_of.ca,
-        vmm=shape.vmm,
-        nested=shape.nested,
-        disk_format=form,
     )
     return Plan(variant, lambda upper: made_of.machine(shape, upper), upper, warm)

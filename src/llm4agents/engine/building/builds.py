@@ -502,25 +502,12 @@ class Builds:
             about = self._templates.recipe_of(wanted.name) or about
         found = self._templates.find_at(path)
         if found is None or found[1].identity != identity:
-            variant = Variant(
-                path=path,
-                name=wanted.name,
-                key=key,
-                vcpus=shape.vcpus,
-                memory_mib=shape.memory_mib,
-                created_at=0.0,
-                rootfs=made_of.rootfs,
-                rootfs_digest=made_of.rootfs_digest,
+            variant = replace(
+                made_of.variant(shape, path=path, key=key, disk_format=can.disk_format),
                 environment=dict(state.env),
                 services=[] if begin.wanted is None else [one.name for one in begin.wanted.warm_up.services],
-                contents=made_of.contents,
-                blobs=[made_of.kernel_digest, made_of.initrd_digest, made_of.rootfs_digest],
                 family=begin.family,
                 description=recipe.description,
-                ca=made_of.ca,
-                vmm=shape.vmm,
-                nested=shape.nested,
-                disk_format=can.disk_format,
                 user=None if state.user == "user" else state.user,
                 workdir=state.workdir,
                 start=None if start is None else start.to_json(),

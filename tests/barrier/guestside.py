@@ -29,6 +29,7 @@ from llm4agents.barrier.link.links import SPEC, Link, Links
 from llm4agents.barrier.workers import Worker
 
 T = TypeVar("T")
+Socket = socket.socket
 _libc = ctypes.CDLL(None, use_errno=True)
 GUEST_MAC, GATEWAY_MAC = (
     bytes.fromhex(mac.replace(":", "")) for mac in (limits.GUEST_MAC, limits.GATEWAY_MAC)
@@ -110,12 +111,12 @@ class Guest:
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         return self._thread.submit(function, *arguments).result(60)
 
-    def socket(self, *kind: int) -> socket.socket:
+    def socket(self, *kind: int) -> Socket:
         sock = self.run(socket.socket, *kind)
         sock.settimeout(10)
         return sock
 
-    def connect(self, address: str, port: int) -> socket.socket:
+    def connect(self, address: str, port: int) -> Socket:
         sock = self.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.connect((address, port))
@@ -177,7 +178,7 @@ def frame(
 
 def checksum(data: bytes) -> int:
     data += bytes(len(data) % 2)
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return ~total & 0xFFFF

@@ -13,13 +13,14 @@ from llm4agents.engine import contact
 from llm4agents.engine.parts import Shape
 from llm4agents.errors import LLM4AgentsError
 from llm4agents.images import disk, spec
+from llm4agents.images.progress import silent
 from llm4agents.vmm.base import Placement
 from tests.bench.common import Bare, finish, summary
 
 
 async def measure(count: int) -> None:
     bare = Bare()
-    made_of = await bare.templates._parts(spec.get("base"), bare.driver, lambda *_: None, refresh=False)
+    made_of = await bare.templates.parts_of(spec.get("base"), bare.driver, silent)
     run_dir = bare.settings.run_dir / "bench" / "boot"
     run_dir.mkdir(parents=True, mode=0o700)
     of = Shape("base", 1, limits.DEFAULT_MEMORY_MIB, bare.driver.name)

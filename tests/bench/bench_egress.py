@@ -32,6 +32,7 @@ from llm4agents.barrier.link.links import Link, Planted
 from llm4agents.config import settings
 from tests.barrier import gate as lab
 from tests.barrier.gate import Gate, Joined
+from tests.barrier.guestside import Guest
 from tests.bench import egress_intercept
 from tests.bench.common import finish, percentile
 
@@ -161,7 +162,7 @@ asyncio.run(main())
 
 
 def sh(*argv: str, **more: Any) -> str:
-    return subprocess.run(argv, check=True, capture_output=True, text=True, **more).stdout
+    return str(subprocess.run(argv, check=True, capture_output=True, text=True, **more).stdout)
 
 
 class Veth:
@@ -362,7 +363,7 @@ def many(port: int) -> dict[str, Any]:
 
 def use(link: Link) -> None:
     """A name asked for and a request made over a connection that stays: the guest is gone before it could end it."""
-    guest = lab.Guest(link)
+    guest = Guest(link)
     try:
         address = lab.resolve(guest, NAME)
         assert address is not None

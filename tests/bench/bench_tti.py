@@ -20,6 +20,7 @@ from llm4agents.engine import contact
 from llm4agents.engine.templates import warm_up
 from llm4agents.guest.verbs import Agent
 from llm4agents.images import disk, spec
+from llm4agents.images.progress import silent
 from llm4agents.vmm import procfs
 from llm4agents.vmm.base import Placement
 from tests.bench.common import Bare, finish, percentile, summary
@@ -80,7 +81,7 @@ async def cold_boot(bare: Bare, into: Samples) -> None:
     """`python` from power-on to an interpreter that answers, and from there on nothing is frozen."""
     variant, _ = await bare.template("python")
     wanted = spec.get("python")
-    made_of = await bare.templates._parts(wanted, bare.driver, lambda *_: None, refresh=False)
+    made_of = await bare.templates.parts_of(wanted, bare.driver, silent)
     run_dir = bare.settings.run_dir / "bench" / f"boot-{os.getpid()}-{len(into['cold_boot_ms'])}"
     run_dir.mkdir(parents=True, mode=0o700)
     upper = run_dir / "upper.raw"

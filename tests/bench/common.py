@@ -56,7 +56,7 @@ def native_python() -> Path:
     if not (venv / ".whole").exists():
         print("preparing a native Python with the template's packages", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
-        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, "--require-hashes", "--only-binary", ":all:", "-r", lock], check=True)
         (venv / ".whole").touch()
     # Some machines pin OpenBLAS to an old kernel for old builds; a current numpy is measured as it is.
@@ -77,7 +77,7 @@ class Bare:
         self._count = 0
 
     async def template(self, name: str) -> tuple[Variant, Snapshot]:
-        def tell(step: str, detail: str, _: float | None) -> None:
+        def tell(step: str, detail: str, fraction: float | None) -> None:
             print(f"  {step} {detail}", file=sys.stderr)
 
         shape = await self.templates.shape(

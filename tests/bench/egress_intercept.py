@@ -154,7 +154,7 @@ def intercept() -> dict[str, Any]:
             options = {"confdir": home / "mitm", "stream_large_bodies": "1", "connection_strategy": "lazy",
                        "ssl_verify_upstream_trusted_ca": lab.bundle, "http2": "false"}  # fmt: skip
             sets = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-            command = [
+            command: list[str | Path] = [
                 python,
                 "-c",
                 BARE,

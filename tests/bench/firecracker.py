@@ -210,7 +210,7 @@ def _ready(netns: int) -> Iterator[None]:
     """Within it, the namespace a machine without a link asks for is this one."""
     made = darkness.make
 
-    async def ready(_: int) -> int:
+    async def ready(uid: int) -> int:
         return netns
 
     darkness.make = ready

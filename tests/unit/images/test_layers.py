@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llm4agents.errors import ConflictError
+from llm4agents.errors import ConflictError, CorruptSnapshotError, InvalidRequestError
 from llm4agents.images import disk, layers
+from llm4agents.vmm.base import Disk
+from llm4agents.vmm.qemu.driver import virtual_size
 
 SIZE = 8 << 20
 
@@ -71,3 +73,50 @@ def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
         with pytest.raises(ConflictError):
             asyncio.run(act(made, base, tmp_path / "there"))
     assert (tmp_path / "there").read_bytes() == b"x"
+
+
+def _poisoned(path: Path, secret: Path, size: int = SIZE) -> None:
+    """What a monitor that was taken over can make of the disk it has open: an image whose data is another file."""
+    option = f"data_file={secret},data_file_raw=on"
+    subprocess.run(
+        ["qemu-img", "create", "-q", "-f", "qcow2", "-o", option, str(path), str(size)], check=True
+    )
+    secret.write_bytes(b"the host's own".ljust(SIZE, b"!"))
+
+
+def test_a_layer_whose_header_names_a_file_of_the_host_is_not_read(tmp_path: Path) -> None:
+    made, base, _ = _chain_of(tmp_path, 2)
+    for place in (0, 1):
+        chain = list(made)
+        chain[place] = tmp_path / f"poisoned-{place}.qcow2"
+        _poisoned(chain[place], tmp_path / "secret")
+        for act in (layers.to_raw, layers.flatten):
+            with pytest.raises(CorruptSnapshotError, match="header"):
+                asyncio.run(act(chain, base, tmp_path / "out"))
+    with chain[1].open("rb") as file, pytest.raises(InvalidRequestError, match="header"):
+        virtual_size(file.fileno(), Disk("upper", chain[1], "qcow2", read_only=False))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith((".", "out"))]
+
+
+def test_a_layer_of_another_size_than_its_template_is_refused(tmp_path: Path) -> None:
+    made, base, _ = _chain_of(tmp_path, 1)
+    with made[0].open("r+b") as file:  # what bounds the files of the next monitor
+        file.seek(24)
+        file.write((1 << 50).to_bytes(8, "big"))
+    with pytest.raises(CorruptSnapshotError):
+        asyncio.run(layers.to_raw(made, base, tmp_path / "out"))
+    with made[0].open("rb") as file, base.open("rb") as under, pytest.raises(InvalidRequestError):
+        virtual_size(file.fileno(), Disk("upper", made[0], "qcow2", False, backing=(base,)), under.fileno())
+
+
+def test_a_layer_that_someone_may_still_write_to_is_read_from_a_copy(tmp_path: Path) -> None:
+    made, base, whole = _chain_of(tmp_path, 2)
+    with layers.readable(made, base, tmp_path) as files:
+        assert files == tuple(made)
+    with made[1].open("r+b"), layers.readable(made, base, tmp_path) as files:
+        assert files[0] == made[0]
+        assert files[1] != made[1]
+        _poisoned(made[1], tmp_path / "secret")  # too late
+        asyncio.run(layers.to_raw(files, base, tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes() == whole
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]

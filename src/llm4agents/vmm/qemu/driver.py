@@ -327,6 +327,10 @@ class QemuDriver:
                 raise await process.ended_at_once(record) from error
 
 
+_DATA_ELSEWHERE = 1 << 2
+"""The feature of a qcow2 that names another file to have its data."""
+
+
 def _state(frozen: Snapshot) -> int:
     try:
         return os.open(frozen.path / snapshot.STATE, os.O_RDONLY | os.O_CLOEXEC)
@@ -366,18 +370,26 @@ def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextli
                 given[command.backing_name(disk.slot, len(disk.backing) - 1) if disk.backing else disk.slot],
             )
         if not disk.read_only:
-            size_max = max(size_max, virtual_size(given[disk.slot], disk))
+            bottom = given[files[-1][0]] if disk.backing and disk.base_format == "raw" else None
+            size_max = max(size_max, virtual_size(given[disk.slot], disk, bottom))
     return size_max
 
 
-def virtual_size(fd: int, disk: Disk) -> int:
-    """Bytes the guest sees. Raises InvalidRequestError for a qcow2 that is none."""
+def virtual_size(fd: int, disk: Disk, bottom: int | None = None) -> int:
+    """Bytes the guest sees. `bottom`: the open raw file that a qcow2 lies over. Raises InvalidRequestError for a qcow2
+    that is none, or whose header a monitor before this one has changed: it bounds what the next may write."""
     if disk.format == "raw":
         return os.fstat(fd).st_size
-    header = os.pread(fd, 32, 0)
-    if len(header) < 32 or header[:4] != b"QFI\xfb":
+    header = os.pread(fd, 80, 0)
+    if len(header) < 80 or header[:4] != b"QFI\xfb":
         raise InvalidRequestError(f"{disk.path} is not a qcow2 image")
-    return int(struct.unpack_from(">Q", header, 24)[0])
+    size, features = struct.unpack_from(">Q", header, 24)[0], struct.unpack_from(">Q", header, 72)[0]
+    if features & _DATA_ELSEWHERE or (bottom is not None and size > os.fstat(bottom).st_size):
+        raise InvalidRequestError(
+            f"the header of {disk.path} is not what was written: what wrote to it has changed it",
+            hint="end the sandbox: its monitor was not to be trusted with its disk",
+        )
+    return int(size)
 
 
 def _gid(accelerator: Accelerator, lease: uids.Lease | None) -> int | None:

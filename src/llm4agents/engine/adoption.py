@@ -66,6 +66,11 @@ async def _adopt(row: SandboxRow, node: Node) -> Live | None:
             return live
         except (LLM4AgentsError, OSError) as error:
             why = f"could not be taken over: {error}"
+        except (
+            Exception
+        ):  # whatever a monitor or a guest has answered: one sandbox keeps no server from starting
+            log.exception("not_adopted", sandbox=row.id)
+            why = "could not be taken over: what it answered made no sense (the server's log has it)"
     if machine is not None:
         await machine.stop()
     if row.ending is None and _paused_after_all(row, node):
@@ -138,8 +143,12 @@ async def _machine(row: SandboxRow, drivers: Drivers) -> tuple[Machine | None, s
             driver = drivers.of(record.driver)
         except HostSetupError as error:
             return None, f"its machine was ended: {error.message}"
-        with contextlib.suppress(LLM4AgentsError):
+        try:
             return await driver.adopt(record), None
+        except LLM4AgentsError:
+            pass
+        except Exception:  # as above: `_sweep` ends it
+            log.exception("not_adopted", sandbox=row.id)
     return None, None
 
 

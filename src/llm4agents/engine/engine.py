@@ -556,7 +556,7 @@ class Engine(Acts):
 
     async def _watch_events(self, live: Live) -> None:
         async for event in live.machine.events():
-            if event.kind == "disk_full":
+            if event.kind == "disk_full" and not live.disk_full:  # a monitor gone mad says it without end
                 log.warning("disk_full", sandbox=live.row.id, detail=event.detail)
                 live.disk_is_full()
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -21,18 +22,42 @@ from llm4agents.errors import (
     CorruptSnapshotError,
     LLM4AgentsError,
     SandboxDiedError,
+    VmmError,
 )
 from llm4agents.vmm import checkpoint, memory, pages, snapshot
 from llm4agents.vmm.base import Checkpoint, Disk, MachineEvent, MachineRecord, MachineSpec, Snapshot
-from llm4agents.vmm.process import LiveMachine, connect
+from llm4agents.vmm.process import LiveMachine, connect, printable
 from llm4agents.vmm.qemu import disks
 from llm4agents.vmm.qemu.qmp import Event, Qmp
 
 AGENT_SOCKET, QMP_SOCKET = "agent.sock", "qmp.sock"
+_WORDS_MAX = 300
 _ANNOUNCEMENT = {"announce-rounds": 1, "announce-initial": 100_000}
 """Where a clone's address is, its host knows: as few packets and interrupts to tell it as can be, and late.
 None at all (0 rounds) and QEMU 7.2 dies of a reset of the NIC (seen), which a guest's root can ask for."""
 _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _doubting(
+    act: Callable[Concatenate[QemuMachine, _P], Coroutine[Any, Any, _R]],
+) -> Callable[Concatenate[QemuMachine, _P], Coroutine[Any, Any, _R]]:
+    """For what reads QEMU's answers: one of another shape than QEMU's is VmmError, and no error of ours."""
+
+    @functools.wraps(act)
+    async def doubted(machine: QemuMachine, /, *args: _P.args, **words: _P.kwargs) -> _R:
+        try:
+            return await act(machine, *args, **words)
+        except LLM4AgentsError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise VmmError(
+                f"the monitor of {machine.record.id} gave an answer that makes no sense",
+                hint="end the sandbox",
+            ) from error
+
+    return doubted
 
 
 class QemuMachine(LiveMachine):
@@ -103,7 +128,7 @@ class QemuMachine(LiveMachine):
         elif name == "BLOCK_IO_ERROR":
             stopped = data.get("action") == "stop"
             node = data.get("node-name") or data.get("device")
-            words = f"{data.get('operation')} of {node}: {data.get('reason')}"
+            words = printable(f"{data.get('operation')} of {node}: {data.get('reason')}"[:_WORDS_MAX])
             self._publish(MachineEvent("disk_full" if stopped else "io_error", words))
         elif name == "MIGRATION":
             self._migration_is(data.get("status"))
@@ -113,6 +138,7 @@ class QemuMachine(LiveMachine):
         if over and self._migration is not None and not self._migration.done():
             self._migration.set_result(str(status))
 
+    @_doubting
     async def greet(self) -> None:
         """First words to a monitor that is new to us; for an adopted machine also: what state is it in."""
         self._qmp.send("qmp_capabilities")
@@ -149,12 +175,13 @@ class QemuMachine(LiveMachine):
         if done != "completed":
             raise await self._boot_error("did not load its snapshot", done)
 
+    @_doubting
     async def announce(self, slots: list[str]) -> None:
         """Tell the guest that these slots hold a volume now: it was frozen with empty ones of another size."""
         for slot in slots:
             nodes = await self._command("query-named-block-nodes", flat=True)
-            size = next(node["image"]["virtual-size"] for node in nodes if node.get("node-name") == slot)
-            await self._command("block_resize", node_name=slot, size=size)
+            sizes = [int(node["image"]["virtual-size"]) for node in nodes if node.get("node-name") == slot]
+            await self._command("block_resize", node_name=slot, size=sizes.pop(0) if sizes else None)
 
     async def _migrated(self) -> str:
         """How the migration under way went, `completed` or another word; also when the VM ends in it."""
@@ -217,6 +244,7 @@ class QemuMachine(LiveMachine):
             frozen = Snapshot(directory, base.spec, identity, 0, kind="diff", base=digest)
             return await checkpoint.make(directory, frozen, self._save_devices, save_pages)
 
+    @_doubting
     async def _save_devices(self, target: int) -> None:
         """Write the state of all devices but memory into the file `target`."""
         # QEMU wants a descriptor that can write and nothing else.
@@ -229,6 +257,7 @@ class QemuMachine(LiveMachine):
         filename = f"/dev/fdset/{self._unused[-1]['fdset-id']}"
         await self._command("xen-save-devices-state", filename=filename, live=False)
 
+    @_doubting
     async def _check_still(self, act: str) -> None:
         if (await self._command("query-status")).get("running"):
             raise ConflictError(
@@ -237,13 +266,16 @@ class QemuMachine(LiveMachine):
 
     # -- disks --------------------------------------------------------------------------------------------
 
+    @_doubting
     async def switch_disk(self, slot: str, overlay: Disk) -> None:
         await self._check_still("switch a disk of")
         self._unused += await disks.switch(self._command, slot, overlay)
 
+    @_doubting
     async def disk_inode(self, slot: str) -> int | None:
         return await disks.inode(self._command, self.record.vmm_pid, slot)
 
+    @_doubting
     async def flush_disks(self) -> None:
         running = (await self._command("query-status")).get("running")
         await self._command("stop")  # stopping, also again, writes out what QEMU holds of every image

@@ -52,6 +52,8 @@ pub struct Config {
     pub userns: bool,
     /// `need`, repeated: parts of the jail (`ns`, `root`, `landlock`, `seccomp`) without which nothing is to start.
     pub need: Vec<String>,
+    /// `memfd`: the VMM may make memory of that kind, which its limits do not bound (1 or 0).
+    pub memfd: bool,
     /// `bind`, repeated: `FD:ro|rw:PATH`; with `jail`, a path inside that root.
     pub binds: Vec<Bind>,
     /// `cgroup`: the directory the VMM joins; removed when it has ended.
@@ -145,6 +147,7 @@ impl Config {
                 self.need.push(name.to_owned());
             }
             "userns" => self.userns = flag(key, value)?,
+            "memfd" => self.memfd = flag(key, value)?,
             "launcher" => self.launcher = flag(key, value)?,
             "cgroup" => self.cgroup = Some(number(key, value)?),
             "bind" => {
@@ -215,7 +218,7 @@ mod tests {
         let config = parse(
             "arg=/bin/vmm|arg=-x=1|arg=|env=A=b=c|fd=7|fd=5|hold=9|status=4|uid=70|gid=71|rlimit=core:0|\
              run_dir=/run/x|grace_ms=5000|console_bytes_max=99|unlink=a.sock|oom_score_adj=500|\
-             serve=tcp:11|serve=net:12|serve_socket=13|jail=14|userns=1|bind=15:rw:/dev/kvm|\
+             serve=tcp:11|serve=net:12|serve_socket=13|jail=14|userns=1|memfd=1|bind=15:rw:/dev/kvm|\
              bind=16:ro:/a:b|cgroup=17|launcher=0|",
         )
         .unwrap();
@@ -226,7 +229,8 @@ mod tests {
         assert_eq!((config.uid, config.gid), (Some(70), Some(71)));
         assert_eq!(config.serve, vec![("tcp".to_owned(), 11), ("net".to_owned(), 12)]);
         assert_eq!(config.serve_socket, Some(13));
-        assert_eq!((config.jail, config.userns, config.cgroup, config.launcher), (Some(14), true, Some(17), false));
+        assert_eq!((config.jail, config.userns, config.memfd, config.cgroup), (Some(14), true, true, Some(17)));
+        assert!(!config.launcher);
         let bind = |fd, read_only, path: &str| Bind { fd, read_only, path: CString::new(path).unwrap() };
         assert_eq!(config.binds, vec![bind(15, false, "/dev/kvm"), bind(16, true, "/a:b")]);
         assert_eq!(config.rlimits, vec![(Limit::Core, 0)]);

@@ -153,7 +153,7 @@ fn restrict(config: &Config, own_root: bool, said: &mut Vec<String>) -> Step<()>
         Err(error) if config.needs("landlock") => return Err(("landlock".into(), error)),
         Err(error) => said.push(format!("no-landlock={}", word(&error))),
     }
-    match seccomp::install() {
+    match seccomp::install(config.memfd) {
         Ok(()) => said.push("seccomp=1".into()),
         Err(error) if config.needs("seccomp") => return Err(("the filter of system calls".into(), error)),
         Err(error) => said.push(format!("no-seccomp={}", word(&error))),

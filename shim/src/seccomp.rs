@@ -92,6 +92,10 @@ const NOT_PERMITTED: &[libc::c_long] = &[
     libc::SYS_chown,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_lchown,
+    // Memory that is no process's: no limit of ours bounds it, and it is not taken when the host runs out.
+    libc::SYS_shmget,
+    libc::SYS_msgget,
+    libc::SYS_semget,
     // Other namespaces.
     libc::SYS_unshare,
     libc::SYS_setns,
@@ -155,8 +159,8 @@ const fn refuse(errno: libc::c_int) -> libc::sock_filter {
     plain(RETURN, libc::SECCOMP_RET_ERRNO | errno as u32)
 }
 
-/// The filter. Pure.
-pub fn program() -> Vec<libc::sock_filter> {
+/// The filter. `memfd`: for a VMM that has its guest's memory in one; else they are refused, as System V's is. Pure.
+pub fn program(memfd: bool) -> Vec<libc::sock_filter> {
     let kill = plain(RETURN, libc::SECCOMP_RET_KILL_PROCESS);
     let allow = plain(RETURN, libc::SECCOMP_RET_ALLOW);
     let mut code = vec![plain(LOAD, ARCHITECTURE_AT)];
@@ -166,6 +170,9 @@ pub fn program() -> Vec<libc::sock_filter> {
     code.extend([unless(IF_LEAST, X32, 1), kill]);
     for &number in NOT_PERMITTED {
         code.extend([unless(IF_EQUAL, number as u32, 1), refuse(libc::EPERM)]);
+    }
+    if !memfd {
+        code.extend([unless(IF_EQUAL, libc::SYS_memfd_create as u32, 1), refuse(libc::EPERM)]);
     }
     // Its flags are in memory, which a filter cannot read: without it, libc uses `clone`.
     for number in newer::IO_URING.into_iter().chain([newer::CLONE3]) {
@@ -190,8 +197,8 @@ pub fn program() -> Vec<libc::sock_filter> {
 }
 
 /// Put it over this thread and all it will execute. Needs `no_new_privs`.
-pub fn install() -> Result<()> {
-    let mut code = program();
+pub fn install(memfd: bool) -> Result<()> {
+    let mut code = program(memfd);
     let program = libc::sock_fprog { len: code.len() as u16, filter: code.as_mut_ptr() };
     // SAFETY: the kernel copies the program before the call returns.
     let done = unsafe {
@@ -209,7 +216,10 @@ mod tests {
 
     /// What the kernel would do with a call: a machine for the instructions used above.
     fn verdict(architecture: u32, number: i64, argument: u32) -> u32 {
-        let code = program();
+        verdict_of(program(false), architecture, number, argument)
+    }
+
+    fn verdict_of(code: Vec<libc::sock_filter>, architecture: u32, number: i64, argument: u32) -> u32 {
         let (mut at, mut loaded) = (0usize, 0u32);
         loop {
             let step = code[at];
@@ -252,6 +262,15 @@ mod tests {
         for number in [libc::SYS_read, libc::SYS_openat, libc::SYS_mmap, libc::SYS_execve, libc::SYS_seccomp, 439] {
             assert_eq!(here(number, u32::MAX), libc::SECCOMP_RET_ALLOW);
         }
+    }
+
+    #[test]
+    fn memory_that_is_no_processs_is_refused() {
+        for number in [libc::SYS_shmget, libc::SYS_msgget, libc::SYS_memfd_create] {
+            assert_eq!(here(number, 0), EPERM);
+        }
+        assert_eq!(verdict_of(program(true), ARCHITECTURE, libc::SYS_memfd_create, 0), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(verdict_of(program(true), ARCHITECTURE, libc::SYS_shmget, 0), EPERM);
     }
 
     #[test]

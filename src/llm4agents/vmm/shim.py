@@ -63,6 +63,8 @@ class Jail:
     """Through a user namespace: what an ordinary user can."""
     need: Sequence[str] = ()
     """Of `ns`, `root`, `landlock`, `seccomp`: what is not left out but an error where it cannot be made."""
+    memfd: bool = False
+    """It may make memfds, as one does that has a booted guest's memory in them. No rlimit counts those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def encode(launch: Launch, placed: Sequence[int], status: int) -> bytes:
     if launch.serve_socket is not None:
         records.append(("serve_socket", next(place)))
     if jail is not None:
-        records += [("jail", next(place)), ("userns", int(jail.user))]
+        records += [("jail", next(place)), ("userns", int(jail.user)), ("memfd", int(jail.memfd))]
         records += [("need", name) for name in jail.need]
     for part in (jail, launcher):
         if part is not None:

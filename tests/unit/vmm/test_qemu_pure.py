@@ -350,6 +350,7 @@ def test_shim_configuration_is_records_ended_by_nul() -> None:
         "serve_socket=44",
         "jail=45",
         "userns=0",
+        "memfd=0",
         "bind=46:rw:/dev/kvm",
         "bind=47:ro:/a:b",
         "cgroup=48",

@@ -21,7 +21,7 @@ from llm4agents.vmm.waiting import readable
 __all__ = ["run_dir"]
 SHELL = os.path.realpath("/bin/sh")
 BOUND = ["/var/own", "/dev/null"]
-TOOLS = ["chmod", "cat", "ls", "mount", "unshare", "sleep", "nsenter", "chroot", "mknod", "dd"]
+TOOLS = ["chmod", "cat", "ls", "mount", "unshare", "sleep", "nsenter", "chroot", "mknod", "dd", "ipcmk"]
 NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
@@ -115,6 +115,8 @@ def test_seen_from_inside(run_dir: Path, root: Closure) -> None:
         "device": "mknod /dev/mem c 1 1",
         "look around": "cat /proc/../etc/passwd",
         "kernel": "cat /proc/kallsyms",
+        "memory of nobody": "ipcmk -M 4096",
+        "messages of nobody": "ipcmk -Q",
     }
     script = "echo / $(ls /); echo proc $(ls /proc); cat /etc/given; cat < /dev/null && echo null;"
     script += "".join(f"({what}) 2> /dev/null && echo DONE {name};" for name, what in tries.items())

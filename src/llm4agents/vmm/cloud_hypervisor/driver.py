@@ -241,7 +241,7 @@ class CloudHypervisorDriver:
                 uid=uid,
                 gid=uid if gid is None else gid,
                 unlink=[*CloudHypervisorMachine.sockets, shim_.DEADLINE, shim_.LINK_SOCKET],
-                jail=replace(cell.jail, binds=(*cell.jail.binds, *ground.binds)),
+                jail=replace(cell.jail, binds=(*cell.jail.binds, *ground.binds), memfd=True),
             )
             try:
                 started = await shim_.start(launch)

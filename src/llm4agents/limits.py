@@ -150,6 +150,10 @@ WEBSOCKET_MESSAGE_BYTES_MAX: Final = 16_777_216
 """Either way, and of a guest's own WebSockets too."""
 WEBSOCKET_FRAMES_MAX: Final = 16_384
 """That one message may come in, where messages are read."""
+WEBSOCKET_FRAMES_KEPT: Final = 256
+"""A message of more goes on in other frames than it came in."""
+WEBSOCKET_CONTROLS_MAX: Final = 64
+"""Pings and pongs in one piece (64 KiB) of what is received, where messages are read."""
 CODE_OUTPUT_BYTES_MAX: Final = 16_777_216
 CODE_BYTES_MAX: Final = 4_194_304
 CODE_CONTEXTS_MAX: Final = 15
@@ -427,6 +431,8 @@ INTERCEPT_HEAD_TIMEOUT_S: Final = 30.0
 INTERCEPT_IDLE_TIMEOUT_S: Final = 600.0
 INTERCEPT_PIPELINED_BYTES_MAX: Final = 262_144
 """What a guest may send ahead while its last request is not answered."""
+INTERCEPT_REFUSED_AHEAD_MAX: Final = 8
+"""Requests in one piece of a guest's that are refused one after another; then its connection ends."""
 INTERCEPT_PLACEHOLDER_BODY_BYTES_MAX: Final = 1_048_576
 INTERCEPT_SIGNED_BODY_BYTES_MAX: Final = 8_388_608
 INTERCEPT_WAITING_BYTES_MAX: Final = 33_554_432

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -105,6 +106,26 @@ def test_whoever_is_asked_it_is_the_gateway_that_answers(box: tuple[Joined, Gues
             answer = sock.recv(size)
             assert len(answer) == size
             assert answer[3] & 0xF == (0 if name.startswith("web") else 3)
+
+
+def test_queries_over_tcp_that_are_sent_ahead_hold_no_neighbour_up(
+    pool: Pool, gate: Gate, box: tuple[Joined, Guest]
+) -> None:
+    _, guest = box
+    asked = question("other.example.com", edns=False)
+    pile = (struct.pack("!H", len(asked)) + asked) * 1_000
+    with lab.guest_on(pool) as (link, neighbour), contextlib.ExitStack() as opened:
+        gate.join(link, "none", "neighbour")
+        took = []
+        for _ in range(40):
+            sock = opened.enter_context(guest.connect("198.19.255.1", 53))
+            sock.sendall(pile)
+        for _ in range(20):
+            began = time.monotonic()
+            assert resolve(neighbour, "other.example.com") is None
+            took.append(time.monotonic() - began)
+        assert max(took) < 1, took
+        assert len(sock.recv(2)) == 2  # its own are answered too, in their turn
 
 
 def test_an_address_tells_its_name(box: tuple[Joined, Guest], web: Origin) -> None:

@@ -5,6 +5,9 @@ Each case is an attack that worked when it was written. The fixtures are test_in
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -154,6 +157,65 @@ def test_a_body_in_crumbs_holds_nobody_up(site: Any) -> None:
         assert client.answer().read() == b"ok"
         whole = time.monotonic() - began
         assert whole < 2.5
+
+
+PILES = {
+    "refused requests": b"GET /no HTTP/1.1\r\nHost: api.example.com\r\n\r\n" * 1_600,
+    "empty lines": b"\r\n" * 32_768,
+    "pings": frame(b"", opcode=9, mask=True) * 10_900,
+    "small frames": (frame(b"", fin=False, mask=True) + frame(b"", opcode=0, fin=False, mask=True) * 10_000
+                     + frame(b"", opcode=0, mask=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PILES)
+def test_what_one_guest_sends_ahead_holds_its_neighbour_up_for_moments(site: Any, what: str) -> None:
+    """Ten connections, each with as much work as fits into one read: their neighbour waited for 15 s and more."""
+
+    def origin(asked: Asked, conn: Any) -> bytes | None:
+        conn.sendall(
+            (
+                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                f"Sec-WebSocket-Accept: {accept(asked.get('Sec-WebSocket-Key') or '')}\r\n\r\n"
+            ).encode()
+        )
+        while conn.recv(65_536):
+            pass
+        return None
+
+    here = site(origin, rules=("allow GET HOST/ws",))
+    neighbour = site(lambda asked, conn: ok(b"served"))
+    clients = [here.client() for _ in range(10)]
+    if what in ("pings", "small frames"):
+        for client in clients:
+            client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""]))
+            upto(client, lambda data: data.endswith(b"\r\n\r\n"), b"")
+
+    def push(client: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while not over.is_set():
+                client.send(PILES[what])
+
+    over = threading.Event()
+    threads = [threading.Thread(target=push, args=(client,)) for client in clients]
+    with neighbour.client() as other:
+        assert other.get("/", "api.example.com").read() == b"served"
+        for thread in threads:
+            thread.start()
+        took = []
+        try:
+            for _ in range(20):
+                began = time.monotonic()
+                assert other.get("/", "api.example.com").read() == b"served"
+                took.append(time.monotonic() - began)
+        finally:
+            over.set()
+            for client in clients:
+                with contextlib.suppress(OSError):  # it was ended already
+                    client.sock.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+    assert max(took) < 3, took
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from llm4agents.barrier.policy import Verdict
 _GATEWAY_NAME = "gateway"
 _BATCH = 32
 _STREAM_QUERIES_MAX = 1_000
+_STREAM_BURST_S = 0.1
 
 
 class Resolver:
@@ -31,6 +33,7 @@ class Resolver:
     def __init__(self, names: Names, audit: Audit, resolve: Callable[[str], Verdict]) -> None:
         self._names, self._audit, self._resolve = names, audit, resolve
         self.queries = 0
+        self._stream_at = 0.0
 
     def datagrams(self, sock: socket.socket) -> int:
         """Answer what waits at the planted socket, some of it; how many there were."""
@@ -53,6 +56,7 @@ class Resolver:
         sockets.no_delay(sock)
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             for _ in range(_STREAM_QUERIES_MAX):
+                await self._turn()
                 async with asyncio.timeout(limits.FIRST_BYTES_S):
                     (size,) = struct.unpack("!H", await _exactly(sock, 2))
                     if not 12 <= size <= dns.QUERY_BYTES_MAX:
@@ -61,6 +65,13 @@ class Resolver:
                     if reply is None:
                         return
                     await loop.sock_sendall(sock, struct.pack("!H", len(reply)) + reply)
+
+    async def _turn(self) -> None:
+        """Between two queries over TCP everybody else has a turn, and a sandbox has no more of them a second than its
+        link lets through over UDP, on however many connections: thousands may wait in one segment."""
+        now = time.monotonic()
+        self._stream_at = max(now - _STREAM_BURST_S, self._stream_at) + 1 / limits.LINK_QUERIES_PER_S
+        await asyncio.sleep(max(0.0, self._stream_at - now))
 
     def answer(self, packet: bytes, *, stream: bool) -> bytes | None:
         """The reply to these bytes; None: they get none."""

@@ -11,6 +11,7 @@ from llm4agents.barrier.gateway.meter import Meter
 from llm4agents.barrier.intercept.credentials import Value, Values
 from llm4agents.barrier.intercept.placeholders import pattern
 from llm4agents.barrier.intercept.striking import Patterns
+from llm4agents.barrier.intercept.turns import Turns
 from llm4agents.barrier.policy import Policy, Target, Verdict
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Box:
     ) -> None:
         self.id = ident
         self.connections: dict[str, Connection] = {}
+        self.turns = Turns()
         self.waiting = 0
         """Bytes of bodies that wait for a placeholder or a signature."""
         self._write = write

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mitmproxy import http
@@ -31,6 +32,8 @@ from llm4agents.barrier.intercept.credentials import Withheld
 from llm4agents.barrier.intercept.exchange import Denied, Exchange, Unreadable, failed
 from llm4agents.barrier.intercept.heads import Head
 from llm4agents.barrier.intercept.http1 import Admitted, GuestHttp1, Refusal
+from llm4agents.barrier.intercept.streams import CountingWriter, streams
+from llm4agents.barrier.intercept.turns import PIECE_BYTES_MAX, piece
 from llm4agents.barrier.policy import Target
 from llm4agents.barrier.worker_side import say
 
@@ -82,45 +85,6 @@ class _GuestTls(tls.ClientTLSLayer):
         yield from super().send_close(command)
 
 
-class _CountingWriter(asyncio.StreamWriter):
-    """Counts, and sends what one turn of the loop writes at once: an answer's head and body are two writes."""
-
-    sent = 0
-    _pending: list[bytes] | None = None
-
-    def write(self, data: Any) -> None:
-        self.sent += len(data)
-        if self._pending is None:
-            self._pending = []
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append(data)
-
-    def _flush(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending:
-            super().write(b"".join(pending))
-
-    async def drain(self) -> None:
-        self._flush()
-        await super().drain()
-
-    def write_eof(self) -> None:
-        self._flush()
-        super().write_eof()
-
-    def close(self) -> None:
-        self._flush()
-        super().close()
-
-
-async def _streams(sock: socket.socket) -> tuple[asyncio.StreamReader, _CountingWriter]:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=65_536, loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
-    return reader, _CountingWriter(transport, protocol, reader, loop)
-
-
 class Connection(ConnectionHandler):
     """Made by `open`; `run` ends when the guest's connection has."""
 
@@ -137,11 +101,11 @@ class Connection(ConnectionHandler):
     ) -> Connection:
         """Owns `sock` from here on."""
         sock.setblocking(False)
-        reader, writer = await _streams(sock)
+        reader, writer = await streams(sock)
         return cls(interceptor, box, reader, writer, flow=flow, asked=asked, encrypted=encrypted)
 
     def __init__(
-        self, interceptor: Interceptor, box: Box, reader: asyncio.StreamReader, writer: _CountingWriter, *,
+        self, interceptor: Interceptor, box: Box, reader: asyncio.StreamReader, writer: CountingWriter, *,
         flow: str, asked: Target, encrypted: bool,
     ) -> None:  # fmt: skip
         client = Client(
@@ -326,7 +290,7 @@ class Connection(ConnectionHandler):
                 plain=not self.encrypted,
                 owner=self.box.id,
             )
-            reader, writer = await _streams(there.socket)
+            reader, writer = await streams(there.socket)
         except (DialError, OSError) as error:
             self._dial_error = error if isinstance(error, DialError) else DialError("refused", str(error))
             self.transports.pop(server, None)
@@ -349,10 +313,12 @@ class Connection(ConnectionHandler):
         reader, writer = io.reader, io.writer
         cancelled: asyncio.CancelledError | None = None
         try:
-            while self._cut is None and (data := await reader.read(65_535)):
+            size = PIECE_BYTES_MAX
+            while self._cut is None and (data := await reader.read(size)):
                 if connection is self.client:
                     self._read += len(data)
-                await self.server_event(events.DataReceived(connection, data))
+                received = events.DataReceived(connection, data)
+                size = piece(size, await self.box.turns.take(partial(self.server_event, received)))
                 await self._drained(connection)
                 if connection is self.client:
                     await self._caught_up()

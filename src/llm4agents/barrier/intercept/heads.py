@@ -47,18 +47,21 @@ class Head:
         return next((value for key, value in self.fields if key.lower() == name), None)
 
 
-def end_of(buffer: bytes) -> int | None:
+def end_of(buffer: bytes, seen: int = 0) -> int | None:
     """How many bytes of `buffer` are the first head, its blank line included; None while that is not there.
+
+    `seen`: how many of them were there when it was asked last: a head in crumbs is not read from its beginning.
 
     Raises BadHead for line ends that are not CRLF and for a head that is too long.
     """
-    found = buffer.find(b"\r\n\r\n")
-    head = buffer if found < 0 else buffer[: found + 4]
-    if _BARE.search(head):
+    start = max(0, seen - 3)
+    found = buffer.find(b"\r\n\r\n", start)
+    size = len(buffer) if found < 0 else found + 4
+    if _BARE.search(buffer, start, size):
         raise BadHead(400, "a line does not end in CRLF, or has a control character in it")
-    if len(head) > limits.INTERCEPT_HEAD_BYTES_MAX:
+    if size > limits.INTERCEPT_HEAD_BYTES_MAX:
         raise BadHead(431, f"the request's head is longer than {limits.INTERCEPT_HEAD_BYTES_MAX} bytes")
-    return None if found < 0 else found + 4
+    return None if found < 0 else size
 
 
 def parse(raw: bytes) -> Head:

@@ -31,6 +31,7 @@ Commands = Generator[Any, Any, None]
 DISCARDED_BYTES_MAX = 67_108_864
 """Of a refused request's body: a client that reads only when it has sent all of it gets its answer."""
 _BLANK = re.compile(rb"\n\r?\n")
+_EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)\d\d(?:[ \r\n])")
 
 
@@ -94,6 +95,8 @@ class GuestHttp1(_http1.Http1Server):
         super().__init__(context)
         self._gate = gate
         self._discarded = 0
+        self._seen = 0
+        """Bytes of a head that is not whole, which were looked at."""
         self.head_since: float | None = None
         """When the head that is not whole yet began (monotonic); None when none has."""
         self.discarding_since: float | None = None
@@ -111,17 +114,19 @@ class GuestHttp1(_http1.Http1Server):
         if isinstance(event, events.ConnectionClosed):
             yield commands.CloseConnection(self.conn)
             return
+        refused = 0
         while self.state == self.read_headers:
             raw = bytes(self.buf)
-            if raw.startswith(
-                b"\r\n"
-            ):  # after the body of the one before: old clients do that (RFC 9112, 2.2)
-                self.buf.maybe_extract_at_most(2)
+            if empty := _EMPTY_LINES.match(raw):
+                # After the body of the one before: old clients do that (RFC 9112, 2.2).
+                self.buf.maybe_extract_at_most(empty.end())
                 continue
+            seen, self._seen = self._seen, 0
             try:
-                end = heads.end_of(raw)
+                end = heads.end_of(raw, seen)
                 if end is None:
                     if raw:
+                        self._seen = len(raw)
                         self.head_since = self.head_since or time.monotonic()
                     return
                 self.head_since = None
@@ -134,8 +139,11 @@ class GuestHttp1(_http1.Http1Server):
             self.buf.maybe_extract_at_most(end)
             found = self._gate.admit(head)
             if isinstance(found, Refusal):
-                # What has a body, or asks to be closed after the answer, is.
-                close = head.length != 0 or heads.closes(head)
+                # What has a body, or asks to be closed after the answer, is; so is who sends on without reading.
+                refused += 1
+                close = (
+                    head.length != 0 or heads.closes(head) or refused >= limits.INTERCEPT_REFUSED_AHEAD_MAX
+                )
                 yield from self._refuse(found, close, head_only=head.method == "HEAD")
                 continue
             yield from self._begin(head, found, event)
@@ -216,11 +224,14 @@ class GuestHttp1(_http1.Http1Server):
 class OriginHttp1(_http1.Http1Client):
     """The origin's side: heads are bounded, interim answers (100, 103) are read over."""
 
+    _seen = 0
+
     def read_headers(self, event: events.ConnectionEvent) -> Commands:
         if isinstance(event, events.DataReceived) and self.request is not None:
             while True:
                 raw = bytes(self.buf)
-                blank = _BLANK.search(raw)
+                blank = _BLANK.search(raw, max(0, self._seen - 2))
+                self._seen = len(raw) if blank is None else 0
                 size = len(raw) if blank is None else blank.end()
                 if size > limits.INTERCEPT_ANSWER_HEAD_BYTES_MAX:
                     yield commands.CloseConnection(self.conn)

@@ -19,6 +19,7 @@ class Messages(websocket.WebsocketLayer):
         patterns = patterns.patterns() if patterns is not None else None
         relayed = super().relay_messages(event)
         answer: Any = None
+        controls = 0
         while True:
             try:
                 command = relayed.send(answer)
@@ -31,10 +32,18 @@ class Messages(websocket.WebsocketLayer):
             ):
                 # Frames to the guest are not masked; whole messages are struck already, this is for pings and closes.
                 command.data = patterns.strike(command.data)
+            if isinstance(command, commands.Log):  # (mitmproxy's word that a ping or pong has come)
+                controls += 1
+                if controls > limits.WEBSOCKET_CONTROLS_MAX:
+                    break
+            elif isinstance(command, websocket.WebsocketMessageHook):
+                controls = 0  # everybody else has a turn now
             answer = yield command
         for side in (self.client_ws, self.server_ws):
             reason = None
-            if len(side.frame_buf) > limits.WEBSOCKET_FRAMES_MAX:  # (also of frames with nothing in them)
+            if controls > limits.WEBSOCKET_CONTROLS_MAX:
+                reason = f"more than {limits.WEBSOCKET_CONTROLS_MAX} pings at once"
+            elif len(side.frame_buf) > limits.WEBSOCKET_FRAMES_MAX:  # (also of frames with nothing in them)
                 reason = f"a message of more than {limits.WEBSOCKET_FRAMES_MAX} frames"
             elif sum(map(len, side.frame_buf)) > limits.WEBSOCKET_MESSAGE_BYTES_MAX:
                 reason = f"a message of more than {limits.WEBSOCKET_MESSAGE_BYTES_MAX} bytes"
@@ -48,5 +57,14 @@ class Messages(websocket.WebsocketLayer):
                 break
 
 
+class Frames(websocket.Fragmentizer):
+    """As mitmproxy's, but a message that came in crumbs goes on in larger pieces."""
+
+    def __init__(self, fragments: list[bytes], is_text: bool) -> None:
+        kept = len(fragments) <= limits.WEBSOCKET_FRAMES_KEPT
+        super().__init__(fragments if kept else [], is_text)
+
+
 def install() -> None:
+    websocket.Fragmentizer = Frames
     http_layers.websocket.WebsocketLayer = Messages

@@ -88,6 +88,25 @@ def test_an_end_that_is_not_there_yet() -> None:
     assert error.value.status == 431
 
 
+@given(st.lists(st.sampled_from([b"G", b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"\0"]), max_size=12))
+def test_a_head_in_crumbs_is_read_as_one_that_came_at_once(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+
+    def in_pieces(step: int) -> int | str | None:
+        seen = 0
+        for size in (*range(step, len(data), step), len(data)):
+            try:
+                end = heads.end_of(data[:size], seen)
+            except BadHead:
+                return "bad"
+            if end is not None:
+                return end
+            seen = size
+        return None
+
+    assert in_pieces(1) == in_pieces(3) == in_pieces(max(1, len(data)))
+
+
 def test_targets() -> None:
     assert heads.origin_form(head("Host: a", line="GET /x?y HTTP/1.1"), "https") == (b"/x?y", None)
     assert heads.origin_form(head("Host: a", line="GET https://a:1/x HTTP/1.1"), "https") == (b"/x", b"a:1")

@@ -1,4 +1,4 @@
-"""A server for others, with real machines: what a restart under systemd leaves alive, and what a backup brings back."""
+"""A server for others, with real machines: what a restart leaves alive, and what a backup brings back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cli(node: Node, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def unit_environment() -> dict[str, str]:
-    """What the unit says of the process, as far as a test can do what systemd does."""
+    """What the unit says of the process, without systemd (with it: tests/reliability/test_systemd.py)."""
     text = UNIT.read_text()
     assert "KillMode=process" in text and "RuntimeDirectoryPreserve=yes" in text and "Type=notify" in text
     return {"WATCHDOG_USEC": str(int(re.findall(r"WatchdogSec=(\d+)", text)[0]) * 1_000_000)}
@@ -176,7 +176,7 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 def test_the_unit_is_one(tmp_path: Path) -> None:
-    """As far as it can be told without systemd: only what this systemd is too old for, and our program, are missing."""
+    """Nothing in it is unknown but what this systemd is too old for (tests/reliability/test_systemd.py runs it)."""
     done = subprocess.run(
         ["systemd-analyze", "verify", str(UNIT)],
         capture_output=True,

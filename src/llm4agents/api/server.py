@@ -168,8 +168,9 @@ async def serve(where: Settings) -> None:
             listener = opened.listener(guarded(application, context, via="tcp"), context)
             listener.start()
             if opened.certificates is not None:
-                loop.add_signal_handler(signal.SIGHUP, _reload, opened)
                 aside.append(asyncio.create_task(opened.certificates.keep()))
+        if systemd.asked() or (opened is not None and opened.certificates is not None):
+            loop.add_signal_handler(signal.SIGHUP, _reload, opened)
         log.info(
             "listening",
             socket=str(where.socket_path),
@@ -181,7 +182,7 @@ async def serve(where: Settings) -> None:
         aside.append(asyncio.create_task(systemd.watchdog()))
         await _until_stop(context, serving)
         log.info("stopping", keep=context.keep, alive=engine.alive)
-        systemd.tell("STOPPING=1")
+        systemd.tell("STOPPING=1\nSTATUS=stopping: calls under way end first")
         if listener is not None:
             await listener.leave()
             await _drained(context)
@@ -209,10 +210,15 @@ def _leave(context: Context) -> None:
     context.stop.set()
 
 
-def _reload(opened: Opened) -> None:
-    """SIGHUP: new connections have the certificate that is on disk now; one that cannot be used changes nothing."""
+def _reload(opened: Opened | None) -> None:
+    """SIGHUP: new connections have the certificate that is on disk now; one that cannot be used changes nothing.
+
+    A unit's `systemctl reload` is this signal, with TLS or without: it must not be the end of a server that has none.
+    """
     log = structlog.get_logger()
-    assert opened.certificates is not None
+    if opened is None or opened.certificates is None:
+        log.info("nothing_to_reload")
+        return
     try:
         opened.certificates.reload()
         log.info("certificate_reloaded")

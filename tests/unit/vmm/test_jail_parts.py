@@ -121,6 +121,8 @@ def test_the_hierarchy_and_our_place_in_it() -> None:
         "30 24 0:26 / /sys/fs/cgroup\\040two rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
     )
     assert cgroups.hierarchy(mounts) == Path("/sys/fs/cgroup two")
+    over = mounts + "40 24 0:30 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw\n"
+    assert cgroups.hierarchy(over) == Path("/sys/fs/cgroup")  # the one below is out of reach
     assert cgroups.hierarchy("24 1 0:22 / /sys rw - sysfs sysfs rw\n") is None
     assert cgroups.own("12:pids:/x\n0::/user.slice/a\n") == "/user.slice/a"
     assert cgroups.own("12:pids:/x\n") is None

@@ -8,6 +8,11 @@ import os
 import socket
 
 
+def asked() -> bool:
+    """Whether systemd (or what speaks like it) waits for what we tell: it manages this process."""
+    return bool(os.environ.get("NOTIFY_SOCKET"))
+
+
 def tell(message: str) -> None:
     """One message to `$NOTIFY_SOCKET`, if there is one (`READY=1`, `STOPPING=1`, `STATUS=…`)."""
     path = os.environ.get("NOTIFY_SOCKET", "")

@@ -75,8 +75,11 @@ class Parent:
 
 
 def hierarchy(mountinfo: str) -> Path | None:
-    """Where the cgroup v2 hierarchy is mounted, given /proc/self/mountinfo; None when it is not. Pure."""
-    for line in mountinfo.splitlines():
+    """Where the cgroup v2 hierarchy is mounted, given /proc/self/mountinfo; None when it is not. Pure.
+
+    The newest mount of it: what was mounted over (a namespace with a /sys of its own) is still in the list.
+    """
+    for line in reversed(mountinfo.splitlines()):
         before, _, after = line.partition(" - ")
         if after.split(" ")[0] == "cgroup2":
             return Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4]))

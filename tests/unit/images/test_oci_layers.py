@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from llm4agents.errors import CapacityError, InvalidRequestError, LLM4AgentsErro
 from llm4agents.images import erofs
 from llm4agents.images.erofs import Inode
 from llm4agents.images.oci import fitting, members, unpack
+from llm4agents.images.oci.layout import Layout
+from llm4agents.images.oci.reference import Local
 from llm4agents.images.oci.tree import Tree, split
 
 FORMS = (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
@@ -416,3 +419,42 @@ def test_systemd_is_known_by_its_file(argv: list[str], found: bool) -> None:
 def test_debian_packages_are_told() -> None:
     status = b"Package: a\nStatus: install ok installed\nVersion: 1\n\nPackage: b\nStatus: deinstall ok config-files\n"
     assert fitted(file("var/lib/dpkg/status", status))[1].packages == [("a", "1")]
+
+
+def _header(kind: bytes, size: int, more: int = 0) -> bytes:
+    """A tar header of any size, also one below zero; `more`: that a map of holes goes on."""
+    block = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT))
+    block[156:157] = kind
+    block[124:136] = bytes([0o377 if size < 0 else 0o200]) + (size & (1 << 88) - 1).to_bytes(11, "big")
+    block[482] = more
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _header(tarfile.REGTYPE, -512),
+        _header(tarfile.XHDTYPE, -512),
+        _header(tarfile.XHDTYPE, 1 << 40),
+        _header(tarfile.GNUTYPE_LONGNAME, 1 << 30),
+        _header(tarfile.REGTYPE, 0) + _header(tarfile.XGLTYPE, 1 << 30),
+        (_header(tarfile.XHDTYPE, 10) + b"10 a=bcde\n".ljust(512, b"\0")) * 2_000,
+        _header(tarfile.GNUTYPE_SPARSE, 0, more=1),
+    ],
+    ids=["before itself", "pax before itself", "pax", "name", "global", "chain", "holes"],
+)
+def test_an_archive_that_claims_what_cannot_be_is_refused_and_not_read(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "image.tar"
+    with path.open("wb") as file:
+        file.write(data)
+        if not data[482]:  # of a map of holes what is missing is the point
+            file.truncate(len(data) + (3 << 30))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            Layout(Local("docker-archive", str(path), None))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -60,11 +60,27 @@ class _Directory:
             yield file, os.fstat(fd).st_size
 
 
+class _Header(tarfile.TarInfo):
+    """What a stranger's archive says of a member before tarfile believes it: it reads names as long as they claim."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        found = super().frombuf(buf, encoding, errors)
+        if found.size < 0 or (
+            found.type not in tarfile.REGULAR_TYPES and found.size > limits.OCI_HEADER_BYTES_MAX
+        ):
+            raise tarfile.ReadError("a header of no sane size")
+        return found
+
+
+_BROKEN = (tarfile.TarError, OSError, ValueError, IndexError, OverflowError, RecursionError)
+
+
 class _Archive:
     def __init__(self, path: Path) -> None:
         try:
-            self._tar = tarfile.open(path, "r:")  # noqa: SIM115 (closed by close)
-        except (tarfile.TarError, OSError) as error:
+            self._tar = tarfile.open(path, "r:", tarinfo=_Header)  # noqa: SIM115 (closed by close)
+        except _BROKEN as error:
             raise InvalidRequestError(
                 f"{path} cannot be read as a tar: {error}", hint="is it compressed? unpack it first (gunzip)"
             ) from error
@@ -74,7 +90,8 @@ class _Archive:
                 if count > limits.OCI_INDEX_ENTRIES_MAX * 8:
                     refuse(f"{path} has too many files")
                 self._members[posixpath.normpath(member.name)] = member
-        except (tarfile.TarError, OSError, ValueError) as error:
+        except _BROKEN as error:
+            self._tar.close()
             refuse(f"{path} is a broken tar: {error}")
 
     @contextlib.contextmanager

@@ -420,11 +420,15 @@ def isolation(body: dict[str, Any]) -> Isolation:
 
 
 def parse_time(value: Any) -> datetime | None:
-    """RFC 3339 text or unix seconds, as an aware UTC datetime."""
+    """RFC 3339 text or unix seconds, as an aware UTC datetime; the first or last there is for a time beyond all years,
+    which a file of a guest can have."""
     if value is None:
         return None
     if isinstance(value, int | float):
-        return datetime.fromtimestamp(value, UTC)
+        try:
+            return datetime.fromtimestamp(value, UTC)
+        except (OverflowError, ValueError, OSError):
+            return (datetime.max if value > 0 else datetime.min).replace(tzinfo=UTC)
     parsed = datetime.fromisoformat(str(value))
     return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
 

@@ -200,6 +200,7 @@ def test_what_is_ours_is_taken_off_and_the_rest_left() -> None:
     for set_cookie, ours in (
         (b"l4a-access=x", True),
         (b" __Host-l4a-access =x; Path=/", True),
+        (b"= l4a-access=x", True),
         (b"a=l4a-access", False),
     ):
         assert admission.is_our_cookie(set_cookie) == ours

@@ -184,6 +184,7 @@ def test_redirects(said: str, below: str | None, named: str | None) -> None:
         (b"a=1; Path=/; HttpOnly", b"a=1; Path=" + PREFIX.encode() + b"/; HttpOnly"),
         (b"a=1; path=/x;Domain=localhost", b"a=1; path=" + PREFIX.encode() + b"/x"),
         (b"a=1", b"a=1"),
+        (b"a=1; Path = /; Domain =x.example", b"a=1; Path = " + PREFIX.encode() + b"/"),
         (b"a=1; Path=" + PREFIX.encode() + b"/y", b"a=1; Path=" + PREFIX.encode() + b"/y"),
     ],
 )

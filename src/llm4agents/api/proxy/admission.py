@@ -223,8 +223,8 @@ def _cookie_name(pair: bytes) -> bytes:
 
 
 def is_our_cookie(set_cookie: bytes) -> bool:
-    """Whether a guest's Set-Cookie is of a name that is ours."""
-    return _cookie_name(set_cookie.partition(b";")[0]) in _COOKIES
+    """Whether a guest's Set-Cookie is of a name that is ours, or comes back as one (`=NAME=x`, which has no name)."""
+    return _cookie_name(set_cookie.partition(b";")[0].lstrip(b"= \t")) in _COOKIES
 
 
 def _is_own_page(scope: Mapping[str, Any]) -> bool:

@@ -48,8 +48,8 @@ _OF_THE_WHOLE_ORIGIN = frozenset(
     {b"strict-transport-security", b"clear-site-data", b"service-worker-allowed", b"alt-svc"}
 )
 _OWN_NAMES = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1", "::"})  # noqa: S104
-_COOKIE_PATH = re.compile(rb"(;\s*path=)(/[^;]*)", re.IGNORECASE)
-_COOKIE_DOMAIN = re.compile(rb";\s*domain=[^;]*", re.IGNORECASE)
+_COOKIE_PATH = re.compile(rb"(;\s*path\s*=\s*)(/[^;]*)", re.IGNORECASE)
+_COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=[^;]*", re.IGNORECASE)
 
 
 def named(fields: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:

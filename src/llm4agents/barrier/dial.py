@@ -105,18 +105,20 @@ class Dialler:
 
     # -- names --------------------------------------------------------------------------------------------
 
-    async def resolve(self, name: str, *, owner: str = "") -> tuple[str, ...]:
+    async def resolve(self, name: str, *, owner: str = "", short: bool = False) -> tuple[str, ...]:
         """The host's own resolver's answer, kept for a short time. Raises DialError.
 
-        `owner` is on whose behalf: one has few questions open at a time, so that nobody uses up the threads.
+        `owner` is on whose behalf: one has few questions open at a time, so that nobody uses up the threads. `short`:
+        the name may be short for another one (the host's search domains); else it is looked up as it is.
         """
-        known = self._cache.get(name)
+        asked = name if short else f"{name}."
+        known = self._cache.get(asked)
         if known is not None and known[0] > time.monotonic():
-            self._cache.move_to_end(name)
+            self._cache.move_to_end(asked)
             if not known[1]:
                 raise DialError("resolve", f"the host's resolver knows no address of {name}")
             return known[1]
-        task = self._asking.get(name)
+        task = self._asking.get(asked)
         if task is None:
             # The fewer threads are free, the fewer a single one may have: some that conspire (names whose servers
             # never answer) leave room for the others.
@@ -124,10 +126,10 @@ class Dialler:
             if self._turns.get(owner, 0) >= max(1, min(limits.RESOLVING_PER_SANDBOX_MAX, free // 4)):
                 raise DialError("resolve", "too many names are being resolved for this sandbox: try again")
             self._turns[owner] = self._turns.get(owner, 0) + 1
-            task = self._asking[name] = asyncio.create_task(self._ask(name))
+            task = self._asking[asked] = asyncio.create_task(self._ask(asked))
 
             def over(_: object) -> None:
-                self._asking.pop(name, None)
+                self._asking.pop(asked, None)
                 self._turns[owner] -= 1
                 if not self._turns[owner]:
                     del self._turns[owner]
@@ -142,14 +144,14 @@ class Dialler:
             raise DialError("resolve", f"the host's resolver knows no address of {name}")
         return found
 
-    async def _ask(self, name: str) -> tuple[str, ...]:
+    async def _ask(self, asked: str) -> tuple[str, ...]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._pool, _lookup, name)
+            found = await loop.run_in_executor(self._pool, _looked_up, asked)
             keep_s = limits.RESOLVED_KEEP_S
         except OSError:
             found, keep_s = (), limits.RESOLVED_NOT_KEEP_S
-        self._cache[name] = (time.monotonic() + keep_s, found)
+        self._cache[asked] = (time.monotonic() + keep_s, found)
         while len(self._cache) > _CACHE_MAX:
             self._cache.popitem(last=False)
         return found
@@ -164,9 +166,11 @@ class Dialler:
         judge: Callable[[str], Judged],
         plain: bool = False,
         owner: str = "",
+        short: bool = False,
         timeout: float = limits.DIAL_TIMEOUT_S,
     ) -> Dialled:
-        """A connection to a name or an address; `plain`: it will carry HTTP without TLS (which proxy is asked).
+        """A connection to a name or an address; `plain`: it will carry HTTP without TLS (which proxy is asked); `owner`
+        and `short` as for `resolve`.
 
         Raises DialError; within `timeout` seconds and the resolver's own bound.
         """
@@ -177,7 +181,7 @@ class Dialler:
         if proxy is not None:
             there = await self._through(proxy, host, port, timeout)
             return Dialled(there, host if literal else None, None if literal else "proxy")
-        addresses = (host,) if literal else await self.resolve(host, owner=owner)
+        addresses = (host,) if literal else await self.resolve(host, owner=owner, short=short)
         good, refused = [], None
         for address in addresses:
             verdict = judge(address)
@@ -229,7 +233,9 @@ class Dialler:
         try:
             async with asyncio.timeout(timeout):
                 literal = _literal(proxy.host)
-                addresses = (proxy.host,) if literal else await self.resolve(proxy.host, owner="proxy")
+                addresses = (
+                    (proxy.host,) if literal else await self.resolve(proxy.host, owner="proxy", short=True)
+                )
                 sock = (await _race(_interleaved(addresses), proxy.port)).socket
                 try:
                     if proxy.scheme == "https":
@@ -368,6 +374,21 @@ async def _one(address: str, port: int) -> socket.socket:
 def _check(verdict: Judged) -> None:
     if not verdict.allowed:
         raise DialError("denied", verdict.reason, verdict.rule)
+
+
+def _looked_up(asked: str) -> tuple[str, ...]:
+    """With a dot at its end the name is that and no other: no search domain makes it another host's. Names of
+    /etc/hosts, which has none with a dot, are as they stand there."""
+    name = asked.removesuffix(".")
+    return _lookup(name if _in_hosts(name) else asked)
+
+
+def _in_hosts(name: str) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path("/etc/hosts").read_text(errors="replace").splitlines():
+            if name in line.partition("#")[0].lower().split()[1:]:
+                return True
+    return False
 
 
 def _lookup(name: str) -> tuple[str, ...]:

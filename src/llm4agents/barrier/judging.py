@@ -116,6 +116,10 @@ class RuleList:
                 nets = self._nets.setdefault((host.net.version, shift), {})
                 nets.setdefault(int(host.net.network_address) >> shift, []).append(at)
 
+    def names(self, name: str) -> bool:
+        """Whether a rule is about that name alone."""
+        return name in self._named
+
     def of_name(self, name: str) -> list[int]:
         """Places of the rules that are about it, in their order."""
         found = [*self._any, *self._named.get(name, ())]

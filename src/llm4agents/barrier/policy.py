@@ -274,6 +274,13 @@ class Policy:
         """Those of the target's host, whatever the port, method and path: what any request may have given it."""
         return tuple(binding for binding in self.bindings if _bound_host(binding, target))
 
+    def names(self, target: Target) -> bool:
+        """Whether the target's name may be short for another (by the host's search domains): where a rule or the host's
+        own configuration names just it. Else a name would be judged that is not the one that is contacted; so too where
+        the operator's floor is about names that its short form does not match."""
+        name = target.name or ""
+        return self._profile.names(name) or (self._own.names(name) and not self._floor.all)
+
     def intercepts(self, target: Target) -> bool:
         verdict = self.connect(target)
         return verdict.allowed and verdict.via == "intercept"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +132,7 @@ def test_names_are_looked_up_once_in_a_while_and_failures_too(monkeypatch: pytes
         for _ in range(3):
             with pytest.raises(DialError, match=r"no\.example"):
                 await dialler.resolve("no.example")
-        assert asked == ["a.example", "no.example"]
+        assert asked == ["a.example.", "no.example."]  # (with a dot: no search domain makes others of them)
         dialler.close()
 
     asyncio.run(go())
@@ -275,3 +278,60 @@ def test_this_hosts_own_addresses() -> None:
         except OSError:
             return  # no route anywhere: nothing else to find
         assert sock.getsockname()[0] in own
+
+
+SHORT = """
+import asyncio, socket, struct, threading
+from llm4agents.barrier.dial import DialError, Dialler
+
+asked = []
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+
+def serve():
+    while True:
+        packet, client = server.recvfrom(4096)
+        labels, at = [], 12
+        while packet[at]:
+            labels.append(packet[at + 1 : at + 1 + packet[at]].decode())
+            at += 1 + packet[at]
+        (kind,), name = struct.unpack_from("!H", packet, at + 1), ".".join(labels)
+        asked.append(name)
+        known = name == "wiki.corp.example"
+        found = struct.pack("!HHHIH", 0xC00C, 1, 1, 60, 4) + bytes((203, 0, 113, 9)) if known and kind == 1 else b""
+        head = packet[:2] + struct.pack("!5H", 0x8180 if known else 0x8183, 1, bool(found), 0, 0)
+        server.sendto(head + packet[12 : at + 5] + found, client)
+
+threading.Thread(target=serve, daemon=True).start()
+
+async def go():
+    dialler = Dialler({})
+    assert await dialler.resolve("wiki.corp.example") == ("203.0.113.9",)
+    for name in ("wiki", "wiki.corp"):
+        try:
+            raise SystemExit(f"{name} is {await dialler.resolve(name)}")
+        except DialError as error:
+            assert error.kind == "resolve", error
+    assert set(asked) == {"wiki.corp.example", "wiki", "wiki.corp"}, asked
+    assert await dialler.resolve("wiki", short=True) == ("203.0.113.9",)
+    assert await dialler.resolve("named") == ("203.0.113.10",)  # as /etc/hosts has it
+    dialler.close()
+
+asyncio.run(go())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a namespace with a resolver of its own)")
+def test_no_search_domain_makes_a_name_another_hosts(tmp_path: Path) -> None:
+    """Else `wiki` would reach what a rule or the floor denies as `wiki.corp.example`."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\nsearch corp.example example\n")
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n203.0.113.10 other.example Named  # a comment\n")
+    (tmp_path / "nsswitch.conf").write_text("hosts: files dns\n")
+    mounts = " && ".join(
+        f"{{ [ ! -e /etc/{name} ] || mount --bind {tmp_path / name} /etc/{name}; }}"
+        for name in ("resolv.conf", "hosts", "nsswitch.conf")
+    )
+    script = f'ip link set lo up && {mounts} && exec "$@"'
+    command = ["unshare", "--net", "--mount", "sh", "-ec", script, "sh", sys.executable, "-c", SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

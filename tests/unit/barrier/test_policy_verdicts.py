@@ -200,6 +200,20 @@ def test_names_are_answered_for_when_something_could_be_connected(
     assert policy(network).resolve(name).allowed is allowed
 
 
+def test_only_what_is_named_may_be_short_for_another_name() -> None:
+    """By the host's search domains, of which rules know nothing."""
+    assert policy(["allow wiki"]).names(to("wiki:443"))
+    for made in (
+        policy("public"),
+        policy(["allow *"]),
+        policy(["allow *.corp"]),
+        policy(["allow wiki"], "deny *.corp"),
+    ):
+        assert not made.names(to("wiki:443")) and not made.names(to("wiki.corp:443"))
+    index = Packages((PackageHost("nexus", 443, "https", "pip", ()),), {}, {})
+    assert policy("packages", "deny *.corp", packages=index).names(to("nexus:443"))
+
+
 def test_public_leaves_out_resolvers_unless_named() -> None:
     names, found = resolvers.known()
     assert len(names) > 50 and len(found) > 30

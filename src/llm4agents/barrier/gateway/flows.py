@@ -164,6 +164,7 @@ class Flow:
                 judge=lambda address: box.judge_address(target, address),
                 plain=plain,
                 owner=box.id,
+                short=box.policy.names(target),
             )
         except DialError as error:
             if error.kind == "denied":

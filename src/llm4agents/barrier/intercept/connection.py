@@ -289,6 +289,7 @@ class Connection(ConnectionHandler):
                 ),
                 plain=not self.encrypted,
                 owner=self.box.id,
+                short=self.box.policy.names(target),
             )
             reader, writer = await streams(there.socket)
         except (DialError, OSError) as error:

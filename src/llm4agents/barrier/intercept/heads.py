@@ -84,7 +84,7 @@ def parse(raw: bytes) -> Head:
     names = [name.lower() for name, _ in fields]
     if names.count(b"host") > 1:
         raise BadHead(400, "more than one Host header")
-    if any(b"_" in name and name.replace(b"_", b"-") in _FRAMING for name in names):
+    if any(name not in _FRAMING and _like(name) in _FRAMING for name in names):
         raise BadHead(400, "a header that some servers would take for another")
     if b"host" not in names and version == "1.1":
         raise BadHead(400, "no Host header")
@@ -165,7 +165,7 @@ def plain(head: Head, host: bytes) -> Fields:
     wanted = _tokens(head.get(b"connection"))
     for name, value in head.fields:
         lower = name.lower()
-        if lower in (b"host", b"connection", *_HOP) or lower.replace(b"_", b"-") in _ELSEWHERE:
+        if lower in (b"host", b"connection", *_HOP) or _like(lower) in _ELSEWHERE:
             continue
         if lower in (b"upgrade", b"sec-websocket-extensions") and (not websocket or lower != b"upgrade"):
             continue
@@ -190,13 +190,20 @@ is no such proxy."""
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 
 
+def _like(lower: bytes) -> bytes:
+    """A header's name as those servers see it that keep letters and digits of it: they make variables of headers."""
+    return re.sub(rb"[^a-z0-9]", b"-", lower)
+
+
 def overrides(head: Head) -> list[str]:
-    """The methods that some servers would act by instead of the one in the request line: in a header (for many servers
-    `_` is `-` there) or as `_method` in the query. Raises BadHead."""
-    found = [value for name, value in head.fields if name.lower().replace(b"_", b"-") in _OVERRIDES]
-    for part in head.target.partition(b"?")[2].split(b"&"):
+    """The methods that some servers would act by instead of the one in the request line: in a header or as `_method`
+    in the query, however these are spelt for some. Raises BadHead."""
+    found = [value for name, value in head.fields if _like(name.lower()) in _OVERRIDES]
+    for part in re.split(rb"[&;]", head.target.partition(b"?")[2]):
         key, _, value = part.partition(b"=")
-        if unquote_to_bytes(key) == b"_method" and value:
+        # As PHP reads a name: to its end at a NUL, without blanks before it, with `_` for what no variable has.
+        key = unquote_to_bytes(key.replace(b"+", b" ")).partition(b"\0")[0].lstrip(b" ")
+        if re.fullmatch(rb"[_.\[]method(\[.*)?", key, re.DOTALL) and value:
             found.append(unquote_to_bytes(value.replace(b"+", b" ")).strip())
     for value in found:
         if not re.fullmatch(rb"[A-Za-z]{1,20}", value):

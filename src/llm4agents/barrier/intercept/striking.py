@@ -15,22 +15,49 @@ from urllib.parse import quote, quote_plus
 SHORT_BYTES = 6
 """Encoded forms shorter than this are left alone: they would strike ordinary text."""
 START_BYTES = 8
+_LEFT = ("", "/", "!'()*", ";,/?:@&=+$!*'()#", "/:@!$&'()*+,;=")
+"""What is left as it is in addresses: by most, Python, JavaScript (of a part, of a whole), in paths."""
+_IN_SCRIPTS = ("<>&", "<>&'=", "<>&'\"", "<>&'\"+`")
+"""What JSON has as \\uXXXX where it is made safe for pages: by Go and Ruby, Gson, PHP, .NET."""
+_IN_PAGES = tuple(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", **more}
+    for more in (
+        {},
+        {'"': "&quot;"},
+        {'"': "&quot;", "'": "&#x27;"},
+        {'"': "&quot;", "'": "&#39;"},
+        {'"': "&quot;", "'": "&#039;"},
+        {'"': "&#34;", "'": "&#39;"},
+        {'"': "&#34;", "'": "&#39;", "+": "&#43;"},
+        {'"': "&quot;", "'": "&#x27;", "`": "&#x60;", "=": "&#x3D;"},
+        {'"': "&quot;", "'": "&#39;", "`": "&#x60;", "=": "&#x3D;", "/": "&#x2F;"},
+    )
+)
+"""HTML, by the usual libraries and templates."""
 
 
 def forms(secret: str, users: Iterable[str] = ()) -> set[bytes]:
     """The ways `secret` can be written down: as it is, base64 (of it, of `user:secret`, as a part of something longer),
-    percent-encoded, escaped in JSON and HTML."""
+    percent-encoded, escaped in JSON and HTML, each as the usual programs do it."""
     raw = secret.encode()
     if not raw:
         return set()
     derived: set[bytes] = set()
-    for text in (quote(secret, safe=""), quote(secret), quote_plus(secret)):
+    for text in (
+        *(quote(secret, safe=safe) for safe in _LEFT),
+        quote_plus(secret),
+        quote_plus(secret, safe="*"),
+    ):
         derived |= {text.encode(), re.sub(r"%..", lambda match: match[0].lower(), text).encode()}
     for text in (json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]):
         derived |= {text.encode(), text.replace("/", "\\/").encode()}
-    derived.add(
-        secret.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;").encode()
-    )
+        for escaped in _IN_SCRIPTS:
+            # Before the rest: `\\"` and `\\u0022` are both a quotation mark.
+            plain = text.replace('\\"', '"') if '"' in escaped else text
+            for form in ("\\u%04x", "\\u%04X"):
+                derived.add("".join(form % ord(c) if c in escaped else c for c in plain).encode())
+    for escapes in _IN_PAGES:
+        derived.add("".join(escapes.get(c, c) for c in secret).encode())
     for whole in (raw, *(f"{user}:{secret}".encode() for user in users)):
         derived |= _base64(whole)
     # As a part of something longer: three ways to lie across the groups of three bytes; what neighbours decide is

@@ -136,6 +136,32 @@ def test_what_is_sent_on_is_plain() -> None:
     assert found == [(b"Host", b"a"), (b"X", b"z"), (b"Connection", b"close")]
 
 
+@pytest.mark.parametrize(
+    "query",
+    ["_method=delete", "a=1&_method=delete", "a=1;_method=delete", "%5fmethod=DELETE", ".method=DELETE",
+     "[method=DELETE", "+_method=delete", "%20.method=DELETE", "_method%00x=DELETE", "_method[]=DELETE"],
+)  # fmt: skip
+def test_methods_in_the_query_however_they_are_spelt(query: str) -> None:
+    assert heads.overrides(head("Host: a", line=f"POST /x?{query} HTTP/1.1")) == ["DELETE"]
+
+
+def test_what_only_looks_like_a_method_in_the_query() -> None:
+    found = head(
+        "Host: a", line="POST /x?method=DELETE&x_method=DELETE&_methods=DELETE&+method=DELETE HTTP/1.1"
+    )
+    assert heads.overrides(found) == []
+
+
+def test_headers_that_some_servers_take_for_others() -> None:
+    for line in ("X.HTTP.Method.Override: DELETE", "X_HTTP-Method~Override: DELETE"):
+        assert heads.overrides(head("Host: a", line)) == ["DELETE"]
+    assert heads.plain(head("Host: a", "X.Original.URL: /", "X-Kept.URL: /"), b"a")[1:] == [
+        (b"X-Kept.URL", b"/")
+    ]
+    with pytest.raises(BadHead):
+        head("Host: a", "Content.Length: 5")
+
+
 def test_websockets() -> None:
     lines = ["Host: a", "Upgrade: websocket", "Connection: keep-alive, Upgrade", "Sec-WebSocket-Version: 13",
              "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]  # fmt: skip

@@ -37,6 +37,31 @@ def test_every_form_is_struck(written: bytes) -> None:
     assert found == b"before " + b"*" * len(written) + b" after"
 
 
+ODD = "a+b/c==d&e'f\"g<h>i`j!k"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"a+b/c\u003d\u003dd\u0026e\u0027f\"g\u003ch\u003ei`j!k",  # Gson
+        r"a\u002Bb/c==d\u0026e\u0027f\u0022g\u003Ch\u003Ei\u0060j!k",  # .NET
+        r"a+b/c==d\u0026e'f\"g\u003ch\u003ei`j!k",  # Go, Ruby
+        r"a+b\/c==d\u0026e\u0027f\u0022g\u003Ch\u003Ei`j!k".replace("\\/", "/"),  # PHP
+        "a+b/c==d&amp;e&#39;f&#34;g&lt;h&gt;i`j!k",
+        "a&#43;b/c==d&amp;e&#39;f&#34;g&lt;h&gt;i`j!k",  # Go's templates
+        "a+b/c&#x3D;&#x3D;d&amp;e&#x27;f&quot;g&lt;h&gt;i&#x60;j!k",  # Handlebars
+        "a+b/c==d&amp;e&#039;f&quot;g&lt;h&gt;i`j!k",  # PHP
+        "a%2Bb%2Fc%3D%3Dd%26e'f%22g%3Ch%3Ei%60j!k",  # JavaScript
+    ],
+)
+def test_as_other_languages_write_it(written: str) -> None:
+    assert Patterns(forms(ODD)).strike(written.encode()) == b"*" * len(written)
+
+
+def test_a_secret_of_letters_and_digits_has_few_forms() -> None:
+    assert len(forms("ghp_abcdefghijklmnopqrstuvwxyz0123")) < 10  # each costs every answer
+
+
 @pytest.mark.parametrize("before", range(5))
 @pytest.mark.parametrize("after", range(4))
 def test_as_a_part_of_longer_base64(before: int, after: int) -> None:

@@ -328,6 +328,9 @@ class Volumes:
             self.release(row.id)
 
     def of(self, row: SandboxRow, overlays: Mapping[str, Path] | None = None) -> Attached:
+        for entry in attached.writable(row):
+            if (volume := table.get(self._store, entry["volume"])) is not None:
+                self.files.cut(volume.id, volume.size_bytes)
         return Attached(tuple(attached.entries(row)), self.files, overlays or {})
 
     # -- after a server that died --------------------------------------------------------------------------

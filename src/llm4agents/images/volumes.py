@@ -6,6 +6,7 @@ guests are the only ones that mount it, replay its journal, or let it grow into 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -29,7 +30,8 @@ _GROWN_BYTES_MAX: Final = 1 << 41
 
 def file_bytes(size_bytes: int) -> int:
     """Bytes of the file in which `size_bytes` can be written at least: those, the journal, the tables of inodes and
-    blocks, and what the kernel keeps for itself. Pure; it grows with `size_bytes`, and is whole MiB."""
+    blocks, and what the kernel keeps for itself. Pure; it grows with `size_bytes`, is whole MiB, and no later version
+    may say less (`Files.cut`)."""
     reserved = min(16 * MIB, size_bytes // 32)
     whole = (size_bytes + journal_bytes(size_bytes) + reserved + 4 * MIB) / (1 - _INODE_PART - 0.0005)
     return -(-int(whole) // MIB) * MIB
@@ -83,6 +85,13 @@ class Files:
         """Make room in the file of one that nothing has open; what is in it follows when a guest next mounts it."""
         _extend(self.path(volume), file_bytes(size_bytes))
 
+    def cut(self, volume: str, size_bytes: int) -> None:
+        """Take from the file what is longer than a volume of that size. A monitor that was taken over writes past the
+        end, and the next guest would have a larger disk than was asked for. Nothing while a machine has it."""
+        with contextlib.suppress(ConflictError, OSError):
+            if self.path(volume).stat().st_size > file_bytes(size_bytes):
+                _extend(self.path(volume), file_bytes(size_bytes), cut=True)
+
     def remove(self, volume: str) -> None:
         """Idempotent, and durable."""
         for path in (self.path(volume), *self.root.glob(f".{volume}.*")):
@@ -123,12 +132,12 @@ class Files:
         return self.root / f".{volume}.{secrets.token_hex(4)}.tmp"
 
 
-def _extend(path: Path, size: int, *, sync: bool = True) -> None:
+def _extend(path: Path, size: int, *, sync: bool = True, cut: bool = False) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         # Every VMM that writes to it has a lock on it (`vmm.base.Disk.lasts`): whoever says otherwise is wrong.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_size < size:
+        if os.fstat(fd).st_size < size or cut:
             os.ftruncate(fd, size)
             if sync:
                 os.fsync(fd)

@@ -92,3 +92,19 @@ def test_what_no_row_has_is_swept(files: Files) -> None:
     assert [path.name for path in files.root.iterdir()] == ["vol_a.raw"]
     files.remove("vol_a")
     assert files.allocated_bytes("vol_a") == 0
+
+
+def test_what_a_monitor_wrote_past_the_end_is_cut_off_when_nobody_has_it(files: Files) -> None:
+    asyncio.run(files.make("vol_a", 8 * MIB))
+    whole = files.path("vol_a").read_bytes()
+    with files.path("vol_a").open("ab") as monitor:
+        monitor.write(b"x" * MIB)
+        monitor.flush()
+        fcntl.flock(monitor, fcntl.LOCK_EX)
+        files.cut("vol_a", 8 * MIB)
+        assert files.bytes("vol_a") == len(whole) + MIB
+    files.cut("vol_a", 16 * MIB)
+    assert files.bytes("vol_a") == len(whole) + MIB, "not longer than one of that size"
+    files.cut("vol_a", 8 * MIB)
+    assert files.path("vol_a").read_bytes() == whole
+    files.cut("vol_b", 8 * MIB)

@@ -16,7 +16,7 @@ from llm4agents.engine.live import Live
 from llm4agents.engine.node import Node, Places
 from llm4agents.errors import HostSetupError, LLM4AgentsError
 from llm4agents.store import SandboxRow, Store
-from llm4agents.vmm import procfs, shim
+from llm4agents.vmm import clearing, procfs, shim
 from llm4agents.vmm.base import Machine, MachineRecord
 from llm4agents.vmm.choice import Drivers
 from llm4agents.vmm.shim import EXIT, read_deadline, read_exit
@@ -211,4 +211,4 @@ async def _sweep(places: Places, alive: set[str], kept: set[str]) -> None:
     for parent, wanted in ((places.machines, alive), (places.sandboxes, kept)):
         for path in parent.iterdir() if parent.is_dir() else []:
             if path.name not in wanted:
-                shutil.rmtree(path, ignore_errors=True)
+                clearing.remove(path)

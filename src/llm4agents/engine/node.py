@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llm4agents.engine.live import Live
 from llm4agents.store import SandboxRow, Store
+from llm4agents.vmm import clearing
 from llm4agents.vmm.base import Driver, Snapshot
 from llm4agents.vmm.choice import Drivers
 
@@ -86,10 +86,10 @@ class Places:
     def remove(self, sandbox: str) -> None:
         """Everything of a sandbox whose machine has ended. Idempotent. Layers are the store's to release."""
         for path in (self.sandboxes / sandbox, self.machines / sandbox):
-            shutil.rmtree(path, ignore_errors=True)
+            clearing.remove(path)
 
     def remove_run(self, sandbox: str) -> None:
-        shutil.rmtree(self.machines / sandbox, ignore_errors=True)
+        clearing.remove(self.machines / sandbox)
 
     # -- the environment of its create, which no database and no template gets ----------------------------
 

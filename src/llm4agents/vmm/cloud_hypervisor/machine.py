@@ -22,7 +22,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     VmmError,
 )
-from llm4agents.vmm import checkpoint, pages, snapshot
+from llm4agents.vmm import checkpoint, clearing, pages, snapshot
 from llm4agents.vmm.base import (
     Checkpoint,
     Disk,
@@ -293,7 +293,7 @@ class CloudHypervisorMachine(LiveMachine):
 
 def clear_away(record: MachineRecord) -> None:
     """Remove the directory the VMM wrote to: links in it are removed, not followed."""
-    shutil.rmtree(record.run_dir / IO, ignore_errors=True)
+    clearing.remove(record.run_dir / IO)
 
 
 def _ram_of(pid: int, size: int) -> int:

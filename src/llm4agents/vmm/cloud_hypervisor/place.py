@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import stat
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError
-from llm4agents.vmm import shim, slots, uids
+from llm4agents.vmm import clearing, shim, slots, uids
 from llm4agents.vmm.base import Disk, Placement
 from llm4agents.vmm.cloud_hypervisor import api, tap
 from llm4agents.vmm.process import listen
@@ -62,7 +61,7 @@ async def make(
     run_dir = placement.run_dir
     for name in (shim.EXIT, shim.DEADLINE, API_SOCKET, shim.LINK_SOCKET):
         (run_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(run_dir / IO, ignore_errors=True)
+    clearing.remove(run_dir / IO)
     lease = uids.lease(placement.id)
     stack.callback(os.close, lease.fd)
     (run_dir / IO).mkdir(0o700)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError, VmmError
+from llm4agents.vmm import clearing
 from llm4agents.vmm.firecracker.jailer import Layout
 
 _OF: Final = "of"
@@ -73,7 +73,7 @@ def make(layout: Layout, run_dir: Path, targets: Iterable[str], empty: Iterable[
 
 def remove(base: Path) -> None:
     """Idempotent; does not raise."""
-    shutil.rmtree(base, ignore_errors=True)
+    clearing.remove(base)
 
 
 def sweep(state: Path) -> None:

@@ -44,6 +44,8 @@ _LENGTH: Final = struct.Struct("<I")
 _TRUSTED_BYTES: Final = 262_144
 """Below this a message cannot hold enough structure to matter."""
 _STRUCTURE_MAX: Final = 200_000
+_DEPTH_MAX: Final = 200
+"""Of lists and objects in each other: who reads or writes it after us has as few calls as Python has."""
 _OWN_TIMEOUT_GRACE_S: Final = 7.0
 """How long past `timeout_s` the interpreter has to end the cell (it interrupts, and kills 5 s later)."""
 _BACKLOG_LOOK_S: Final = 0.25
@@ -157,7 +159,19 @@ def parse(body: bytes) -> dict[str, Any]:
         raise _wrong("what is not JSON") from None
     if not isinstance(message, dict):
         raise _wrong("a message that is no object")
+    if body.count(b"[") + body.count(b"{") > _DEPTH_MAX and _is_deep(message):
+        raise _wrong("a message of too many levels")
     return message
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEPTH_MAX):
+        inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def event(message: dict[str, Any]) -> Event | None:

@@ -270,6 +270,21 @@ def test_what_no_encoder_takes_is_replaced() -> None:
     assert code.event({"type": "of a later version"}) is None
 
 
+@pytest.mark.parametrize("opens", [b"[", b'{"a":'], ids=["lists", "objects"])
+def test_what_no_reader_after_us_could_take_apart_is_refused(opens: bytes) -> None:
+    """Python's own bound of calls is met by who has more of them on: the server's answer, a client's notebook."""
+    closes = {b"[": b"]"}.get(opens, b"}")
+
+    def message(levels: int) -> bytes:
+        data = opens * levels + b"1" + closes * levels
+        return b'{"type": "result", "data": {"application/json": ' + data + b"}}"
+
+    assert isinstance(code.event(code.parse(message(150))), code.Result)
+    for levels in (300, 900, 100_000):
+        with pytest.raises(ProtocolError):
+            code.parse(message(levels))
+
+
 def test_a_large_honest_message_is_taken() -> None:
     body = json.dumps({"type": "stdout", "text": 'a,"[{\\' * 300_000}).encode()
     assert len(code.parse(body)["text"]) == 300_000 * 6

@@ -429,14 +429,14 @@ INTERCEPT_HEADERS_MAX: Final = 256
 INTERCEPT_HEAD_TIMEOUT_S: Final = 30.0
 """For a TLS handshake, and for a request's head once its first byte is there."""
 INTERCEPT_IDLE_TIMEOUT_S: Final = 600.0
-INTERCEPT_PIPELINED_BYTES_MAX: Final = 262_144
+INTERCEPT_PIPELINED_BYTES_MAX: Final = 65_536
 """What a guest may send ahead while its last request is not answered."""
 INTERCEPT_REFUSED_AHEAD_MAX: Final = 8
 """Requests in one piece of a guest's that are refused one after another; then its connection ends."""
 INTERCEPT_PLACEHOLDER_BODY_BYTES_MAX: Final = 1_048_576
 INTERCEPT_SIGNED_BODY_BYTES_MAX: Final = 8_388_608
 INTERCEPT_WAITING_BYTES_MAX: Final = 33_554_432
-"""Of bodies that wait for a placeholder or a signature, in one sandbox."""
+"""Of bodies that wait for a placeholder or a signature, and of messages that wait for their end, in one sandbox."""
 INTERCEPT_INFLATED_BYTES_MAX: Final = 16_777_216
 """What one piece of a compressed answer (64 KiB) may come to."""
 INTERCEPT_CERTIFICATES_MAX: Final = 1_024

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from llm4agents import limits
 from tests.barrier.interception import Asked, Lab, ok
 from tests.barrier.test_intercept import (
     DUMMY,
@@ -114,22 +115,55 @@ def test_signatures_of_long_ago_cost_nothing(node: Lab, site: Any) -> None:
     assert min(took[-3:]) < 2 * min(took[:3]), took
 
 
-def test_frames_of_nothing_fill_no_memory(site: Any) -> None:
-    def switch(asked: Asked, conn: Any) -> bytes | None:
-        conn.sendall(
-            (
-                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                f"Sec-WebSocket-Accept: {accept(asked.get('Sec-WebSocket-Key') or '')}\r\n\r\n"
-            ).encode()
-        )
-        while conn.recv(65_536):
-            pass
-        return None
+def swallow(asked: Asked, conn: Any) -> bytes | None:
+    """A WebSocket server that says nothing."""
+    conn.sendall(
+        (
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Accept: {accept(asked.get('Sec-WebSocket-Key') or '')}\r\n\r\n"
+        ).encode()
+    )
+    while conn.recv(65_536):
+        pass
+    return None
 
-    here = site(switch)
+
+def switched(client: Any) -> None:
+    client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""]))
+    upto(client, lambda data: data.endswith(b"\r\n\r\n"), b"")
+
+
+def test_messages_that_never_end_fill_no_memory_on_however_many_connections(site: Any) -> None:
+    """Each of them within its own bound: on a thousand connections that was 16 GiB."""
+    here = site(swallow)
+    piece = frame(b"x" * 60_000, opcode=0, fin=False, mask=True)
+    many = 15 * 1_048_576 // 60_000
+    with contextlib.ExitStack() as opened:
+        refused = 0
+        for _ in range(limits.INTERCEPT_WAITING_BYTES_MAX // (many * 60_000) + 2):
+            client = opened.enter_context(here.client())
+            switched(client)
+            client.send(frame(b"x", fin=False, mask=True))
+            try:
+                for _ in range(many):
+                    client.send(piece)
+            except OSError:
+                refused += 1
+        assert refused >= 1
+    eventually(lambda: not here.node.ask("stats")["flows"])
+    with here.client() as client:  # what has ended counts no more
+        switched(client)
+        client.send(frame(b"x", fin=False, mask=True) + piece * many + frame(b"", opcode=0, mask=True))
+        client.send(frame(b"", opcode=9, mask=True))
+        client.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            client.sock.recv(1)
+
+
+def test_frames_of_nothing_fill_no_memory(site: Any) -> None:
+    here = site(swallow)
     with here.client() as client:
-        client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""]))
-        upto(client, lambda data: data.endswith(b"\r\n\r\n"), b"")
+        switched(client)
         client.send(frame(b"x", fin=False, mask=True))
         empty = frame(b"", opcode=0, fin=False, mask=True) * 10_000
         began, sent = time.monotonic(), 0
@@ -172,24 +206,12 @@ PILES = {
 def test_what_one_guest_sends_ahead_holds_its_neighbour_up_for_moments(site: Any, what: str) -> None:
     """Ten connections, each with as much work as fits into one read: their neighbour waited for 15 s and more."""
 
-    def origin(asked: Asked, conn: Any) -> bytes | None:
-        conn.sendall(
-            (
-                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                f"Sec-WebSocket-Accept: {accept(asked.get('Sec-WebSocket-Key') or '')}\r\n\r\n"
-            ).encode()
-        )
-        while conn.recv(65_536):
-            pass
-        return None
-
-    here = site(origin, rules=("allow GET HOST/ws",))
+    here = site(swallow, rules=("allow GET HOST/ws",))
     neighbour = site(lambda asked, conn: ok(b"served"))
     clients = [here.client() for _ in range(10)]
     if what in ("pings", "small frames"):
         for client in clients:
-            client.send("\r\n".join(["GET /ws HTTP/1.1", "Host: api.example.com", *UPGRADE, "", ""]))
-            upto(client, lambda data: data.endswith(b"\r\n\r\n"), b"")
+            switched(client)
 
     def push(client: Any) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -206,6 +206,14 @@ class Exchange:
         self._reserved = size
         self.box.waiting += size
 
+    def hold(self, size: int) -> bool:
+        """Parts of WebSocket messages wait for the rest, `size` bytes of this one's now: whether there is room."""
+        if self.over:
+            return True
+        self.box.waiting += size - self._reserved
+        self._reserved = size
+        return not size or self.box.waiting <= limits.INTERCEPT_WAITING_BYTES_MAX
+
     # -- the answer ---------------------------------------------------------------------------------------
 
     def patterns(self) -> Patterns | None:

@@ -15,8 +15,8 @@ from llm4agents import limits
 
 class Messages(websocket.WebsocketLayer):
     def relay_messages(self, event: events.Event) -> Generator[Any, Any, None]:
-        patterns = getattr(self.flow.request, "exchange", None)
-        patterns = patterns.patterns() if patterns is not None else None
+        exchange = getattr(self.flow.request, "exchange", None)
+        patterns = exchange.patterns() if exchange is not None else None
         relayed = super().relay_messages(event)
         answer: Any = None
         controls = 0
@@ -39,6 +39,8 @@ class Messages(websocket.WebsocketLayer):
             elif isinstance(command, websocket.WebsocketMessageHook):
                 controls = 0  # everybody else has a turn now
             answer = yield command
+        held = sum(len(part) for side in (self.client_ws, self.server_ws) for part in side.frame_buf)
+        room = exchange is None or exchange.hold(held)
         for side in (self.client_ws, self.server_ws):
             reason = None
             if controls > limits.WEBSOCKET_CONTROLS_MAX:
@@ -47,9 +49,11 @@ class Messages(websocket.WebsocketLayer):
                 reason = f"a message of more than {limits.WEBSOCKET_FRAMES_MAX} frames"
             elif sum(map(len, side.frame_buf)) > limits.WEBSOCKET_MESSAGE_BYTES_MAX:
                 reason = f"a message of more than {limits.WEBSOCKET_MESSAGE_BYTES_MAX} bytes"
+            elif not room:
+                reason = "too much of messages that are not whole yet waits for this sandbox"
             if reason is not None:
                 for ws in (self.client_ws, self.server_ws):
-                    side.frame_buf = [b""]
+                    ws.frame_buf = [b""]
                     yield ws.send2(wsproto.events.CloseConnection(1009, reason))
                     yield commands.CloseConnection(ws.conn)
                 yield websocket.WebsocketEndHook(self.flow)

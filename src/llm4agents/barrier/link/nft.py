@@ -48,6 +48,7 @@ def ruleset() -> str:
         ]
     )
     new, asked = limits.LINK_CONNECTIONS_PER_S, limits.LINK_QUERIES_PER_S
+    # Queries are counted also where one socket asks them all, whose second is of a connection by then.
     # 0x8035 is RARP, by which the VMM says where its guest is.
     return f"""
 table netdev door {{
@@ -74,12 +75,12 @@ table ip link {{
   chain judge {{
     type filter hook prerouting priority mangle; policy drop;
     iifname != "{TAP}" drop
+    udp dport 53 limit rate over {asked}/second burst {asked} packets goto no_rate_udp
     ct state established accept
     ip protocol tcp tcp flags & (fin|syn|rst|ack) != syn goto no_stray
     ip protocol tcp limit rate over {new}/second burst {new} packets goto no_rate_tcp
     ip protocol tcp ct count over {limits.LINK_CONNECTIONS_MAX} goto no_connections
     ip protocol tcp accept
-    udp dport 53 limit rate over {asked}/second burst {asked} packets goto no_rate_udp
     udp dport 53 accept
     ct state related drop
     goto no_denied

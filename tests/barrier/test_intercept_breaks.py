@@ -241,6 +241,21 @@ def test_what_one_guest_sends_ahead_holds_its_neighbour_up_for_moments(site: Any
 
 
 @pytest.mark.parametrize(
+    ("path", "line"),
+    [("/", "X-HTTP-Method-Override: DELETE"), ("/?.method=DELETE", "X: y"), ("/", "X.HTTP.Method: delete")],
+)
+def test_a_credential_of_one_method_is_not_had_for_another_in_disguise(
+    site: Any, path: str, line: str
+) -> None:
+    """Every method is allowed there, and only POST with the token."""
+    here = site(credentials=[{"secret": "token", "as": "bearer", "methods": ["POST"]}], token=SECRET)
+    with here.client() as client:
+        assert client.get("/", "api.example.com", method="POST", body=b"").read() == b"ok"
+        assert client.get(path, "api.example.com", line, method="POST", body=b"").read() == b"ok"
+    assert [asked.get("Authorization") for asked in here.origin.asked] == [f"Bearer {SECRET}", None]
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "X_HTTP_Method_Override: DELETE",

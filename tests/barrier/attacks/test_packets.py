@@ -550,7 +550,11 @@ def test_a_guest_that_renumbers_itself(case: Case) -> None:
                 "QHH4s8xHH4s8xHH4s8xH", 0, 2, 0, bytes(4), 2, 0, socket.inet_aton(GATEWAY), 2, 0, bytes(4), 3
             )
             fcntl.ioctl(sock, 0x890B, route.ljust(120, b"\0"))
-        time.sleep(0.2)
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            with open(f"/sys/class/net/{NIC}/carrier") as file:
+                if file.read().strip() == "1":
+                    break
 
     original = case.guest.run(_mac_of_nic)
     try:

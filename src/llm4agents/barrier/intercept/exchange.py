@@ -65,6 +65,7 @@ class Exchange:
         self._accept = _accept(head.get(b"sec-websocket-key") or b"") if self.websocket else b""
         self._head = head
         self._bindings: tuple[Any, ...] = ()
+        self._overrides: list[str] = []
         self._carried = carried
         self._signatures: set[bytes] = set()
         self._patterns: Patterns | None = None
@@ -87,7 +88,8 @@ class Exchange:
             path = self._where()
             request = self.request()
             verdict = self.box.policy.request(self.target, request)
-            for method in heads.overrides(self._head):
+            self._overrides = heads.overrides(self._head)
+            for method in self._overrides:
                 if verdict.allowed:  # as its server would act on it, it must be allowed too
                     verdict = self.box.policy.request(self.target, replace(request, method=method))
             self.verdict = verdict
@@ -99,7 +101,7 @@ class Exchange:
                 self.verdict = Verdict(False, verdict.rule, reason)
                 raise Denied(403, _denied(self.what, verdict.rule, reason))
             fields = heads.plain(self._head, self._host())
-            self._bindings = self.box.policy.credentials(self.target, request)
+            self._bindings = self._bound(request)
             fields = self._remembering(fields)
             if self._bindings:
                 self.waits = credentials.waits_for_body(self._bindings, fields, self.length)
@@ -121,6 +123,14 @@ class Exchange:
 
     def request(self) -> Request:
         return Request(self.method, self.path, self.scheme, self.host)  # type: ignore[arg-type]
+
+    def _bound(self, request: Request) -> tuple[Any, ...]:
+        """The credentials it gets: those that are bound to each method it may be taken for."""
+        found = self.box.policy.credentials(self.target, request)
+        for method in self._overrides:
+            also = self.box.policy.credentials(self.target, replace(request, method=method))
+            found = tuple(binding for binding in found if binding in also)
+        return found
 
     def _where(self) -> bytes:
         """The path and query. Raises BadHead for what is no request to the connection's host."""
@@ -165,7 +175,7 @@ class Exchange:
         self, path: bytes, fields: heads.Fields, body: bytes | None
     ) -> tuple[bytes, heads.Fields, bytes | None]:
         """The same with the credentials in it. Raises Withheld."""
-        if body is not None and self._bindings != self.box.policy.credentials(self.target, self.request()):
+        if body is not None and self._bindings != self._bound(self.request()):
             raise Withheld(503, "the network's credentials have changed while its body came: try again")
         outgoing = Outgoing(self.method, path, fields, body)
         carried = credentials.put_in(self._bindings, self.box.values, outgoing, now=lambda: datetime.now(UTC))

@@ -431,8 +431,10 @@ class Templates:
         try:
             variant, snapshot = parts.load(path, self.cache.blob), snapshots.load(path / parts.SNAPSHOT)
             # What it says of itself elsewhere (a bundle is a stranger's) is of no weight.
-            vmm, nested = str(snapshot.identity.get("driver")), snapshot.spec.nested
-            return replace(variant, vmm=vmm, nested=nested), snapshot
+            # And what a machine of it takes is what is asked for and counted.
+            spec, vmm = snapshot.spec, str(snapshot.identity.get("driver"))
+            shape = Shape(variant.name, spec.vcpus, spec.memory_mib, vmm, spec.nested)
+            return replace(variant, **shape._asdict()), snapshot
         except LLM4AgentsError:
             shutil.rmtree(path, ignore_errors=True)
             return None

@@ -58,6 +58,7 @@ def from_json(path: Path, body: Any) -> Snapshot:
         spec["disks"] = tuple(_disk(disk) for disk in spec["disks"])
         spec["kernel_args"] = tuple(spec["kernel_args"])
         spec["kernel"], spec["initrd"] = Path(spec["kernel"]), Path(spec["initrd"])
+        spec["vcpus"], spec["memory_mib"] = int(spec["vcpus"]), int(spec["memory_mib"])
         identity = {str(name): str(value) for name, value in body["identity"].items()}
         frozen = Snapshot(path, MachineSpec(**spec), identity, int(body["memory_bytes"]))
         if body.get("kind", "full") == "full":

@@ -23,7 +23,7 @@ def console(
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Show what a sandbox's server and console have said."""
-    from llm4agents.cli import ids
+    from llm4agents.cli import ids, output
     from llm4agents.sdk._sync.observe import Observer
 
     with Observer() as observer:
@@ -31,11 +31,11 @@ def console(
             if json:
                 _line(line)
             elif line.get("type") == "console":
-                print(_plain(line["text"]), end="", flush=True)
+                print(output.plain(line["text"]), end="", flush=True)
             else:
                 more = {k: v for k, v in line.items() if k not in ("type", "at", "event") and v is not None}
                 words = " ".join(f"{name}={value}" for name, value in more.items())
-                print(_plain(f"{line.get('at')} {line.get('event')} {words}"), flush=True)
+                print(output.plain(f"{line.get('at')} {line.get('event')} {words}"), flush=True)
 
 
 def events(
@@ -57,7 +57,7 @@ def events(
             moved = f"{event['from'] or 'new'} → {event['to']}"
             reason = f"  ({event['reason']})" if event.get("reason") else ""
             text = f"{event['id']:>6}  {output.when(event['at'])}  {event['sandbox']}  {moved}{reason}"
-            print(_plain(text), flush=True)
+            print(output.plain(text), flush=True)
 
 
 def usage(
@@ -242,8 +242,3 @@ class _Keys:
 
 def _line(value: Any) -> None:
     print(jsons.dumps(value, ensure_ascii=False, default=str), flush=True)
-
-
-def _plain(text: str) -> str:
-    """Without control characters: a guest's console must not drive the terminal it is shown on."""
-    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

@@ -29,9 +29,9 @@ NAMED_MAX = 10
 
 def report(error: LLM4AgentsError) -> int:
     """One line, and the hint, on stderr; the exit code that goes with it."""
-    say(f"error: {error.message}")
+    say(plain(f"error: {error.message}"))
     if error.hint:
-        say(f"hint: {error.hint}")
+        say(plain(f"hint: {error.hint}"))
     if isinstance(error, ProgramFailedError):
         return CODE_FAILED
     if isinstance(error, InvalidRequestError):
@@ -39,6 +39,11 @@ def report(error: LLM4AgentsError) -> int:
     if isinstance(error, ProtectedPathError):
         return PROTECTED
     return NOT_STARTED if isinstance(error, NotStartedError) else UNKNOWN
+
+
+def plain(text: str) -> str:
+    """Without what would move a terminal: in errors and tables there are a guest's words, too."""
+    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
 def say(text: str) -> None:
@@ -135,7 +140,7 @@ def vmm(name: str | None, nested: bool) -> str | None:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table: drawn on a terminal, columns of plain text elsewhere."""
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["-" if cell is None else plain(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Final
 
 from llm4agents.errors import BootError, LLM4AgentsError, SandboxDiedError, TimedOutError
 from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
 from llm4agents.vmm.base import Exit, Machine
+from llm4agents.vmm.process import printable
+
+_PANIC_MAX: Final = 200
 
 
 def exit_words(ended: Exit) -> str:
@@ -19,8 +23,10 @@ def exit_words(ended: Exit) -> str:
     if ended.reason == "stopped":
         return "was stopped"
     if "Kernel panic" in ended.console_tail:
+        # The guest's words, or whoever's had its console: they end in a reason, and on a terminal.
         line = next(line for line in ended.console_tail.splitlines() if "Kernel panic" in line)
-        return f"ended: its kernel panicked ({line.partition('Kernel panic')[2].strip(' -:')})"
+        said = printable(line.partition("Kernel panic")[2])[:_PANIC_MAX].strip(" -:")
+        return f"ended: its kernel panicked ({said})"
     if ended.signal is not None:
         return f"ended: its VMM was killed by signal {ended.signal}"
     if ended.code == 0:

@@ -419,16 +419,16 @@ def isolation(body: dict[str, Any]) -> Isolation:
     )
 
 
+_FIRST_DAY, _LAST_DAY = -62_135_510_400, 253_402_128_000  # 0001-01-02, 9999-12-30
+
+
 def parse_time(value: Any) -> datetime | None:
-    """RFC 3339 text or unix seconds, as an aware UTC datetime; the first or last there is for a time beyond all years,
-    which a file of a guest can have."""
+    """RFC 3339 text or unix seconds, as an aware UTC datetime; the first or last day there is (in any zone) for a time
+    beyond all years, which a file of a guest can have."""
     if value is None:
         return None
     if isinstance(value, int | float):
-        try:
-            return datetime.fromtimestamp(value, UTC)
-        except (OverflowError, ValueError, OSError):
-            return (datetime.max if value > 0 else datetime.min).replace(tzinfo=UTC)
+        return datetime.fromtimestamp(min(max(value, _FIRST_DAY), _LAST_DAY), UTC)
     parsed = datetime.fromisoformat(str(value))
     return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
 

@@ -17,6 +17,7 @@ import pytest
 from llm4agents import __version__
 from llm4agents.api.server import lock
 from llm4agents.cli import app, output
+from llm4agents.errors import SandboxDiedError
 
 
 def test_version_and_help(cli: Any) -> None:
@@ -241,3 +242,12 @@ def test_a_server_that_cannot_start_says_so_in_words_to_who_ran_it(cli: Any, tmp
 
 def test_counts_are_whole_where_they_are() -> None:
     assert [output.count(value) for value in (0.0, 16384, 0.5, None)] == ["0", "16384", "0.50", "-"]
+
+
+def test_a_guests_words_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(("ID", "REASON"), [("sbx_a", "its kernel panicked (\x1b]52;c;eA==\x07)")])
+    code = output.report(SandboxDiedError("ended: \x1b[2Jx\r\x9b31m", hint="a\nb"))
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).replace("\n", "").isprintable()
+    assert shown.err == "error: ended: [2Jx31m\nhint: a\nb\n"
+    assert code == output.UNKNOWN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,10 @@ def test_times_are_understood() -> None:
     assert parsed is not None
     assert results.parse_time(parsed.timestamp()) == parsed
     for far in (1e300, 1e18, -1e18):  # `touch -d @…` of a guest
-        assert (results.parse_time(far) or parsed).year in (1, 9999)
+        moment = results.parse_time(far)
+        assert moment is not None
+        assert moment.year in (1, 9999)
+        assert moment.astimezone(timezone(timedelta(hours=14 if far > 0 else -14))) == moment
 
 
 def test_names_are_imported_when_used() -> None:

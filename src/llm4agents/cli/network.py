@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json as json_
 import shutil
 import sys
 import tempfile
@@ -89,10 +88,12 @@ def log(
 
     Also of one that has ended.
     """
+    from llm4agents.cli import output
+
     verdict: Verdict | None = "deny" if denied else None
     with _looked_at(id) as network:
         for record in network.log(follow=follow, verdict=verdict, kind=kind, limit=limit):
-            print(json_.dumps(record, ensure_ascii=False) if json else line_of(record), flush=True)
+            print(output.as_json(record) if json else line_of(record), flush=True)
 
 
 def line_of(record: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsons
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -241,4 +240,6 @@ class _Keys:
 
 
 def _line(value: Any) -> None:
-    print(jsons.dumps(value, ensure_ascii=False, default=str), flush=True)
+    from llm4agents.cli import output
+
+    print(output.as_json(value), flush=True)

@@ -6,6 +6,7 @@ stdout carries what was asked for, stderr everything said about it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from llm4agents.sdk._landing import Downloaded
 
 CODE_FAILED, USAGE, NOT_STARTED, UNKNOWN, PROTECTED = 1, 2, 3, 4, 5
+_UNSEEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What JSON leaves as it is and a terminal may obey, or no encoding has."""
 NAMED_MAX = 10
 """Protected paths that are named one by one."""
 
@@ -78,7 +81,13 @@ def count(value: float | None, none: str = "-") -> str:
 def emit(value: Any) -> None:
     """`--json`: one object on stdout; dates as RFC 3339."""
     # At once: a command that goes on after it (`forward`) would leave who reads its pipe waiting.
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=_json), flush=True)
+    print(as_json(value, indent=2), flush=True)
+
+
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    """Readable, and nothing in it drives the terminal it is shown on: names and words in it may be a guest's."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=_json)
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _json(value: Any) -> str:

@@ -251,3 +251,12 @@ def test_a_guests_words_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> 
     assert (shown.out + shown.err).replace("\n", "").isprintable()
     assert shown.err == "error: ended: [2Jx31m\nhint: a\nb\n"
     assert code == output.UNKNOWN
+
+
+def test_nothing_in_json_moves_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its encoder leaves C1 controls and marks of direction as they are; lone surrogates could not be printed."""
+    said = {"name": "\x9b31m\u202egpj.exe\x7f\x1b[2J\udc9b ü"}
+    output.emit(said)
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == said and "ü" in shown
+    assert shown.replace("\n", "").isprintable()

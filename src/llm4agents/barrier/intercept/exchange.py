@@ -260,8 +260,8 @@ class Exchange:
             return found, _through(Striker(patterns))
         if coding not in (b"gzip", b"x-gzip", b"deflate"):
             raise Unreadable(
-                f"it is encoded with {coding[:20].decode('latin-1')} although identity was asked for, so a credential "
-                "in it could not be struck out"
+                f"it is encoded with {printable(coding[:20].decode('latin-1'))} although identity was asked for, so a "
+                "credential in it could not be struck out"
             )
         found = [
             f

@@ -159,6 +159,8 @@ class Policy:
             return known
         if rewrite is not None and rewrite.port is not None:
             ports: Collection[int] = (rewrite.port,)
+        elif known is not None:
+            ports = (443,)  # no port is open: another name was asked for that the same rules are about
         else:
             edges = {443, 80, 1024}
             for index, places in zip((self._floor, self._own, self._profile), found, strict=True):
@@ -174,7 +176,7 @@ class Policy:
                 break
         assert verdict is not None and first is not None
         verdict = verdict if verdict.allowed else first
-        if len(self._resolved) < 4_096 and verdict.allowed:
+        if len(self._resolved) < 4_096:
             self._resolved[key] = verdict
         return verdict
 

@@ -334,3 +334,22 @@ def test_a_stopped_server_pauses_those_that_want_it(nodes: Make) -> None:
     assert node.get(sandbox)["state"] == "paused"
     assert out(node, sandbox, "cat /dev/shm/mem") == "kept"
     kill(node, sandbox)
+
+
+def test_a_disk_whose_header_its_monitor_has_changed_is_read_by_nobody(shared_node: Node) -> None:
+    """It says that its data is in another file: qemu-img, as the server, would read whatever file is named there."""
+    node = shared_node
+    sandbox = node.create("base", memory_mib=256, vcpus=1)
+    pause(node, sandbox)
+    (top,) = (node.state / "sandboxes" / sandbox).glob("*.qcow2")
+    with top.open("r+b") as file:
+        file.seek(79)
+        features = file.read(1)[0]
+        file.seek(79)
+        file.write(bytes([features | 4]))
+    refused = node.http.post(f"/v1/sandboxes/{sandbox}/snapshot", json={"name": "mine-poisoned"})
+    assert (refused.status_code, refused.json()["code"]) == (409, "corrupt_snapshot"), refused.text
+    refused = node.http.post(f"/v1/sandboxes/{sandbox}/resume", json={})
+    assert (refused.status_code, "header" in refused.text) == (400, True), refused.text
+    assert node.get(sandbox)["state"] == "paused"
+    kill(node, sandbox)

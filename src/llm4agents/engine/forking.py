@@ -210,12 +210,17 @@ async def snapshot(
             built.mkdir(mode=0o755)
             form = tops.of(taken.variant.disk_format)
             upper = built / parts.UPPER
-            async with asyncio.TaskGroup() as both:
-                both.create_task(form.whole(tops.files_of(taken.disk, node), taken.variant.upper, upper))
-                secrets_ = [value.encode() for value in taken.env.values()]
-                both.create_task(
-                    asyncio.to_thread(merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT, secrets_)
-                )
+            try:
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(form.whole(tops.files_of(taken.disk, node), taken.variant.upper, upper))
+                    secrets_ = [value.encode() for value in taken.env.values()]
+                    both.create_task(
+                        asyncio.to_thread(
+                            merge.merge, taken.base, taken.diff, built / parts.SNAPSHOT, secrets_
+                        )
+                    )
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from group
             upper.chmod(0o444)
             key = secrets.token_hex(16)
             dest = cache.templates / name / "keys" / key

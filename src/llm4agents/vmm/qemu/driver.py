@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from llm4agents import limits
@@ -371,7 +372,8 @@ def _open_disks(disks: tuple[Disk, ...], given: dict[str, int], stack: contextli
             )
         if not disk.read_only:
             bottom = given[files[-1][0]] if disk.backing and disk.base_format == "raw" else None
-            size_max = max(size_max, virtual_size(given[disk.slot], disk, bottom))
+            for name, path, _ in files if bottom is None else files[:-1]:
+                size_max = max(size_max, virtual_size(given[name], replace(disk, path=path), bottom))
     return size_max
 
 

@@ -7,14 +7,16 @@ row or store has it. All of them are held in memory, since every call asks for o
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import contextlib
 import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -33,6 +35,7 @@ from llm4agents.store import Store
 from llm4agents.store import keys as rows
 from llm4agents.store.keys import KeyRow
 
+T = TypeVar("T")
 log = structlog.get_logger()
 PREFIX = "l4a_"
 _KEY = re.compile(r"l4a_([a-z0-9]{8})_([0-9a-f]{40})")
@@ -41,11 +44,44 @@ USED_S = 60.0
 """How exact `used_at` is: no call writes the store for it more often."""
 
 
+class Held:
+    """A call under way with a key, which may be revoked before the call is over."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def end(self) -> None:
+        if self.ended:
+            return
+        self.ended, now = True, asyncio.get_running_loop().time()
+        for waiting in self._waiting:
+            waiting.reschedule(now)
+
+    async def unless_ended(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """What `work` comes to; None, and it is cancelled, when the key is good no more."""
+        if self.ended:
+            return None
+        try:
+            async with asyncio.timeout(None) as waiting:
+                self._waiting.add(waiting)
+                try:
+                    return await work()
+                finally:
+                    self._waiting.discard(waiting)
+        except TimeoutError:
+            if not self.ended:
+                raise
+            return None
+
+
 class Keys:
     """One per engine."""
 
     def __init__(self, store: Store, projects: Projects) -> None:
         self._store, self._projects = store, projects
+        self._held: dict[str, set[Held]] = {}
+        projects.on_disabled.append(self._project_disabled)
 
     @cached_property
     def _all(self) -> dict[str, KeyRow]:
@@ -127,12 +163,35 @@ class Keys:
         return row
 
     def revoke(self, ident: str, project: str | None) -> KeyRow:
-        """From now on it is no key any more. Raises NotFoundError, also for another's."""
+        """From now on it is no key any more, and what is under way with it ends. Raises NotFoundError, also for
+        another's."""
         row = self.get(ident, project)
         if row.revoked_at is None:
             rows.change(self._store, row, revoked_at=clock.wall_s())
             log.info("key_revoked", key_id=row.id, project=row.project)
+            self._end(row.id)
         return row
+
+    @contextlib.contextmanager
+    def holding(self, ident: str) -> Iterator[Held]:
+        """While a call is under way with the key of that id."""
+        held = Held()
+        self._held.setdefault(ident, set()).add(held)
+        try:
+            yield held
+        finally:
+            mine = self._held[ident]
+            mine.discard(held)
+            if not mine:
+                del self._held[ident]
+
+    def _end(self, ident: str) -> None:
+        for held in tuple(self._held.get(ident, ())):
+            held.end()
+
+    def _project_disabled(self, project: str) -> None:
+        for row in self.list(project):
+            self._end(row.id)
 
     # -- for whoever lets callers in
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import re
 import secrets
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,7 @@ class Projects:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.on_disabled: list[Callable[[str], None]] = []
 
     @cached_property
     def _all(self) -> dict[str, ProjectRow]:
@@ -85,4 +87,7 @@ class Projects:
         if row.id == DEFAULT:
             raise ConflictError("the default project cannot be disabled", hint="revoke its keys")
         rows.change(self._store, row, disabled_at=clock.wall_s() if disabled else None)
+        if disabled:
+            for tell in self.on_disabled:
+                tell(row.id)
         return row

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from llm4agents.api.context import Context
 from llm4agents.config import settings
 from llm4agents.engine.audit import Entry
 from llm4agents.engine.engine import Engine
+from llm4agents.engine.keys import Held
 from llm4agents.engine.live import Live
 from llm4agents.engine.traffic import Traffic
 from llm4agents.errors import AuthenticationError, LLM4AgentsError, SandboxNotFoundError
@@ -45,6 +46,11 @@ class _Keys:
         if project not in ("default", "other"):
             raise AuthenticationError("this key is not known")
         return KeyRow("key_x", project, "x", b"", ["sandboxes"], 0.0)
+
+    @contextlib.contextmanager
+    def holding(self, ident: str) -> Iterator[Held]:
+        self.held = Held()
+        yield self.held
 
 
 class _Engine:

@@ -6,12 +6,14 @@ Over TCP, against the real application. There is no VM: rows of sandboxes are en
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.routing import Mount, Route, WebSocketRoute
 from tests.unit.api.served import Served, serving
@@ -283,3 +285,22 @@ def test_keys_are_compared_in_constant_time() -> None:
     for one in ast.walk(tree):
         if isinstance(one, ast.Compare):
             assert "digest" not in ast.dump(one), "a digest is compared by hmac.compare_digest alone"
+
+
+def test_what_is_under_way_ends_with_its_key(served: Served) -> None:
+    project, engine = served.project("leaves"), served.context.engine
+    revoked, disabled = served.key(), served.key(project)
+    for key, end in (
+        (revoked, lambda: served.ask("DELETE", f"/v1/keys/key_{revoked[4:12]}", served.key(scopes=["node"]))),
+        (disabled, lambda: served.on_loop(engine.projects.disable, project)),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        with served.http.stream("GET", "/v1/events?follow=true", headers=headers) as stream:
+            assert stream.status_code == 200
+            end()
+            with contextlib.suppress(httpx.RemoteProtocolError):  # broken off in its midst
+                assert list(stream.iter_bytes()) == []
+    own = served.key(scopes=["project"])
+    assert served.ask("DELETE", f"/v1/keys/key_{own[4:12]}", own).json()["revoked_at"] is not None
+    assert served.ask("GET", "/v1/whoami", own).status_code == 401
+    assert served.on_loop(lambda: engine.keys._held) == {}

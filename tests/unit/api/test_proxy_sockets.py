@@ -248,3 +248,18 @@ def test_a_tunnel_that_breaks() -> None:
         assert refused.value.response.status_code == 502
 
     run(test)
+
+
+def test_what_is_open_ends_with_its_key() -> None:
+    async def test(bench: Proxied) -> None:
+        port = await _websocket_server(bench, _echo)
+        headers = {"authorization": "Bearer l4a_default"}
+        async with _connect(bench, port, additional_headers=headers) as connection:
+            await connection.send("still")
+            assert await connection.recv() == "still"
+            bench.engine.keys.held.end()
+            with pytest.raises(ConnectionClosed) as closed:
+                await connection.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
+
+    run(test, via="tcp")

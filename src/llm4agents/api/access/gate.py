@@ -25,6 +25,7 @@ from llm4agents import limits
 from llm4agents.api.access import once, owners
 from llm4agents.api.access.answer import Answer
 from llm4agents.api.access.crowd import Crowd
+from llm4agents.api.access.ending import until_ended
 from llm4agents.api.access.table import OPEN, QUIET, Matched, Table
 from llm4agents.api.answers import problem
 from llm4agents.api.context import CALLER, Context
@@ -108,9 +109,15 @@ class Gate:
             who = call.principal
             # Strangers have their addresses' share (the listener's); the operator has no bound but the listener's.
             free = self._unix or who.sees_all or who.actor == NOBODY
-            with contextlib.nullcontext() if free else self._crowd.inside(who.project):
+            with (
+                contextlib.nullcontext() if free else self._crowd.inside(who.project),
+                self._holding(who) as held,
+            ):
+                send: Send = answer
+                if held is not None:
+                    receive, send = until_ended(held, scope, receive, answer)
                 if key is None:
-                    await self.app(scope, receive, answer)
+                    await self.app(scope, receive, send)
                     return
                 repeats = self.context.engine.repeats
                 await once.serve(self.app, repeats, who.project, key, call.pattern, scope, receive, answer)
@@ -120,6 +127,11 @@ class Gate:
             await _refuse(error, self.context, scope, receive, answer)
         except ClientDisconnect:
             return
+
+    def _holding(self, who: Principal) -> contextlib.AbstractContextManager[keys.Held | None]:
+        if self._unix or who.actor == NOBODY:
+            return contextlib.nullcontext()
+        return self.context.engine.keys.holding(who.actor)
 
     # -- who, and whether he may ------------------------------------------------------------------------------
 

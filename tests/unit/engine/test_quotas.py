@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm4agents import limits
+from llm4agents.engine import clock
 from llm4agents.engine.invites import network_of
 from llm4agents.engine.keys import Keys
 from llm4agents.engine.principal import DEFAULT, ORDINARY, SCOPES, Principal
@@ -24,7 +25,7 @@ from llm4agents.errors import (
     NotFoundError,
     QuotaError,
 )
-from llm4agents.store import audit, idempotency, open_store
+from llm4agents.store import SandboxRow, audit, idempotency, open_store
 
 
 def test_what_is_not_set_has_no_bound() -> None:
@@ -175,3 +176,14 @@ def test_nobody_may_anything_and_the_operator_everything() -> None:
 def test_of_ipv6_everybody_has_many_addresses() -> None:
     assert network_of("192.0.2.1") == "192.0.2.1" and network_of("unknown") == "unknown"
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+
+
+def test_a_sandbox_has_its_place_until_it_is_paused(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    row = SandboxRow("sbx_a", "base", "running", 0.0, 9e9, 300, 1, 256, 5, project="p")
+    store.add(row, clock.stamp())
+    quotas = Quotas(store, Projects(store))
+    for state, counted in (("pausing", 1), ("running", 1), ("pausing", 1), ("paused", 0)):
+        store.transition(row, state, "a test's", clock.stamp())
+        assert quotas.used("p")["sandboxes"] == counted, state
+    store.close()

@@ -215,3 +215,5 @@ def test_the_containerfile_can_be_read() -> None:
             compile(json.loads(rest.partition("CMD ")[2])[2], "healthcheck", "exec")
     for needed in ("/dev/kvm", "/dev/net/tun", "NET_ADMIN", "SYS_ADMIN"):
         assert needed in text
+    # Templates are made from the package lists: in an image without them none can be built.
+    assert "/var/lib/apt/lists" not in text.rpartition("FROM ")[2]

@@ -21,6 +21,7 @@ from llm4agents.errors import InvalidRequestError
 
 _PREFIX = "LLM4AGENTS_"
 VMMS: Final = ("firecracker", "cloud-hypervisor", "qemu")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 
@@ -264,9 +265,9 @@ def load(env: Mapping[str, str]) -> Settings:
 
     def one_of(name: str, allowed: tuple[str, ...]) -> str | None:
         raw = text(name)
-        if raw is not None and raw not in allowed:
+        if raw is not None and raw.lower() not in allowed:
             raise InvalidRequestError(f"{_PREFIX}{name}={raw!r}: expected one of {', '.join(allowed)}")
-        return raw
+        return raw and raw.lower()
 
     state = directory("STATE", "XDG_STATE_HOME", ".local/state")
     run = text("RUN")
@@ -299,7 +300,7 @@ def load(env: Mapping[str, str]) -> Settings:
         disk_rate=rate("DISK_RATE"),
         network_rate=rate("NETWORK_RATE"),
         server_idle_exit_s=seconds("SERVER_IDLE_EXIT_S", limits.SERVER_IDLE_EXIT_S),
-        log_level=text("LOG_LEVEL") or "info",
+        log_level=one_of("LOG_LEVEL", LOG_LEVELS) or "info",
         memory_commit=number("MEMORY_COMMIT", limits.MEMORY_COMMIT, 0.01, 1.0) or limits.MEMORY_COMMIT,
         memory_reserve_mib=None if reserve is None else int(reserve),
         pool=pool(),

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from llm4agents.cli.app import GROUPS
+from llm4agents.config import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -173,6 +175,13 @@ def test_tests_and_benches_that_documents_name_exist(document: Path) -> None:
         assert re.search(rf"\b{test}(\b|_)" if test.endswith("_") else rf"\b{test}\b", everything), test
     for bench in set(re.findall(r"scripts/bench ([a-z]\w*)", text)):
         assert f"tests/bench/bench_{bench}.py" in sources, f"scripts/bench {bench}"
+
+
+def test_the_settings_are_all_told_and_no_other() -> None:
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    told = re.findall(r"`LLM4AGENTS_([A-Z_]+)`", page)
+    renamed = {"run_dir": "RUN"}
+    assert sorted(told) == sorted(renamed.get(f.name, f.name.upper()) for f in fields(Settings))
 
 
 def _commands() -> list[tuple[str, ...]]:

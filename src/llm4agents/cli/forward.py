@@ -16,7 +16,7 @@ _OVER = frozenset({"sandbox_not_found", "sandbox_died", "conflict"})
 
 
 def forward(
-    id: Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")],
     ports: Annotated[
         list[str],
         typer.Argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ EVERY_S = 2.0
 
 
 def console(
-    id: Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it has ended.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
@@ -60,7 +61,7 @@ def events(
 
 
 def usage(
-    sandbox: Annotated[str | None, typer.Argument(help="Only of this sandbox.")] = None,
+    sandbox: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only of this sandbox.")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Every stretch instead of the sums.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -117,11 +118,10 @@ def top(
 
     with Observer() as observer:
         if once or json or not sys.stdout.isatty():
-            first = observer.top()
             if json:
-                output.emit(first)
+                output.emit(observer.top())
             else:
-                head, rows = _figures(first, None)
+                head, rows = _figures(_look(observer), None)
                 print(head)
                 output.table(_COLUMNS, rows)
             return
@@ -131,6 +131,12 @@ def top(
 _COLUMNS = ("SANDBOX", "TEMPLATE", "STATE", "CPU%", "MEM", "OF MIB", "CALLS", "IDLE S")
 
 
+def _look(observer: Any) -> dict[str, Any]:
+    """What there is now, and `at`: the node's clock, or this machine's for who is not told of the node."""
+    seen: dict[str, Any] = observer.top()
+    return {**seen, "at": seen["node"]["at"] if seen["node"] else time.time()}
+
+
 def _live(observer: Any, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
@@ -138,7 +144,7 @@ def _live(observer: Any, interval: float) -> None:
     before: dict[str, Any] | None = None
     with _Keys() as keys, Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            now = observer.top()
+            now = _look(observer)
             live.update(_drawn(*_figures(now, before)), refresh=True)
             before = now
             if keys.quit_within(interval):
@@ -161,18 +167,18 @@ def _figures(now: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, l
 
     node = now["node"]
     earlier = {row["id"]: row for row in (before or {}).get("data", ())}
-    passed = node["at"] - before["node"]["at"] if before else 0.0
-    counts = (
-        ", ".join(f"{count} {state}" for state, count in node["sandboxes"].items() if count) or "no sandboxes"
-    )
-    held = node["admission"]
-    ready = sum(shelf["ready"] for shelf in node["pool"])
-    head = (
-        f"{counts}; load {node['load1']:.1f} of {node['cores']} cores; "
-        f"{size(held['held_bytes'])} of {size(held['total_bytes'])} set aside; "
-        + (f"pool {ready} ready; " if node["pool"] else "")
-        + f"server {size(node['server_rss_bytes'])}"
-    )
+    passed = now["at"] - before["at"] if before else 0.0
+    states = node["sandboxes"] if node else Counter(row["state"] for row in now["data"])
+    head = ", ".join(f"{count} {state}" for state, count in states.items() if count) or "no sandboxes"
+    if node:  # else it is a project's key, which sees its own sandboxes and nothing of the node
+        held = node["admission"]
+        ready = sum(shelf["ready"] for shelf in node["pool"])
+        head += (
+            f"; load {node['load1']:.1f} of {node['cores']} cores; "
+            f"{size(held['held_bytes'])} of {size(held['total_bytes'])} set aside; "
+            + (f"pool {ready} ready; " if node["pool"] else "")
+            + f"server {size(node['server_rss_bytes'])}"
+        )
 
     def cpu(row: dict[str, Any]) -> float | None:
         if row["cpu_s"] is None:
@@ -180,7 +186,7 @@ def _figures(now: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, l
         was = earlier.get(row["id"], {}).get("cpu_s")
         if was is not None and passed > 0:
             return float(max(0.0, (row["cpu_s"] - was) / passed * 100))
-        return float(row["cpu_s"] / max(1.0, node["at"] - row["created_at"]) * 100)
+        return float(row["cpu_s"] / max(1.0, now["at"] - row["created_at"]) * 100)
 
     found = sorted(((cpu(row), row) for row in now["data"]), key=lambda pair: -(pair[0] or -1.0))
     rows = [

@@ -10,7 +10,9 @@ from llm4agents.cli import options
 
 
 def pool(
-    template: Annotated[str | None, typer.Argument(help="Of which template; none: show.")] = None,
+    template: Annotated[
+        str | None, typer.Argument(metavar="[TEMPLATE]", help="Of which template; none: show.")
+    ] = None,
     wanted: Annotated[int | None, typer.Argument(metavar="N", help="How many; 0 ends them.")] = None,
     memory_mib: options.Memory = None,
     vcpus: options.Vcpus = None,

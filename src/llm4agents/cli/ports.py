@@ -10,7 +10,7 @@ import typer
 from llm4agents import limits
 from llm4agents.cli import options
 
-Id = Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")]
 
 
 def ls(id: Id, json: options.Json = False) -> None:
@@ -28,7 +28,7 @@ def ls(id: Id, json: options.Json = False) -> None:
 
 def url(
     id: Id,
-    port: Annotated[int, typer.Argument(min=1, max=65_535)],
+    port: Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="Of the sandbox.")],
     path: Annotated[str, typer.Option(help="Of the page.")] = "/",
     expires: Annotated[
         float, typer.Option(help="Seconds for which it opens the port; 0: it opens nothing by itself.")

@@ -44,7 +44,7 @@ def _shown(one: dict[str, Any]) -> None:
 
 
 def create(
-    name: Annotated[str, typer.Argument(help="What it is called.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called.")],
     quota: Quota = None,
     json: options.Json = False,
 ) -> None:

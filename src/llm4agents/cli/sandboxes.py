@@ -85,7 +85,7 @@ def create(
 
 
 def exec_(
-    id: Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")],
     command: Annotated[
         list[str], typer.Argument(metavar="-- CMD...", help="One word runs in a shell; several as they are.")
     ],
@@ -174,8 +174,8 @@ def _exec(sandbox: Sandbox, cmd: str | list[str], wanted: dict[str, Any], json: 
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
-    target: Annotated[str, typer.Argument(help="LOCAL or ID:PATH")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="LOCAL or ID:PATH")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="LOCAL or ID:PATH")],
     recursive: Annotated[
         bool, typer.Option("--recursive", "-r", help="As cp's; directories are copied whole without it, too.")
     ] = False,
@@ -278,7 +278,9 @@ def ls(
 
 
 def kill(
-    sandboxes: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Unique beginnings do.")] = None,
+    sandboxes: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID...]", help="Unique beginnings do.")
+    ] = None,
     all: Annotated[bool, typer.Option("--all", help="Every one that is alive.")] = False,
     json: options.Json = False,
 ) -> None:

@@ -112,7 +112,9 @@ def ca(
 
 
 def backup(
-    file: Annotated[str, typer.Argument(help="A new file; it will have every secret of the server.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A new file; it will have every secret of the server.")
+    ],
     with_disks: Annotated[
         bool,
         typer.Option("--with-disks", help="Also paused sandboxes and volumes, with all that is on them."),
@@ -139,7 +141,8 @@ def backup(
 
 
 def restore(
-    file: Annotated[str, typer.Argument(help="What `server backup` has written.")], json: options.Json = False
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What `server backup` has written.")],
+    json: options.Json = False,
 ) -> None:
     """Make the state directory, which must be empty, of a backup."""
     import json as codec
@@ -217,7 +220,9 @@ def status(json: options.Json = False) -> None:
 
 def _show(info: dict[str, Any], as_json: bool) -> None:
     from llm4agents.cli import output
+    from llm4agents.config import settings
 
+    info = {**info, "socket": str(settings().socket_path)}
     if as_json:
         output.emit({"running": True, **info})
         return
@@ -232,8 +237,9 @@ def _show(info: dict[str, Any], as_json: bool) -> None:
         "why_not_kvm",
         "state",
         "log",
+        "socket",
     )
     for name in names:
         if info.get(name) is not None:
-            value = output.when(info[name]) if name == "started_at" else info[name]
+            value = output.when(info[name]) if name == "started_at" else str(info[name]).partition("\n")[0]
             print(f"{name.replace('_', ' ')}: {value}")

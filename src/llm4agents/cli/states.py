@@ -8,7 +8,7 @@ import typer
 
 from llm4agents.cli import options
 
-Id = Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")]
 LeaveVolumes = Annotated[bool, typer.Option("--leave-volumes", help="Without the volumes it writes to.")]
 
 
@@ -67,7 +67,7 @@ def fork(
 
 def snapshot(
     id: Id,
-    name: Annotated[str, typer.Argument(help="The template's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The template's name.")],
     description: Annotated[str, typer.Option(help="What it is for.")] = "",
     leave_volumes: LeaveVolumes = False,
     json: options.Json = False,

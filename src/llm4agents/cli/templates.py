@@ -9,7 +9,7 @@ import typer
 
 from llm4agents.cli import options
 
-Name = Annotated[str, typer.Argument(help="A template's name.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A template's name.")]
 EXAMPLE: Final = """\
 # A template of your own: llm4agents template build .
 # Every key is told of in docs/reference/template-toml.md; what is not known there is refused.
@@ -73,7 +73,10 @@ def ls(json: options.Json = False) -> None:
 
 def build(
     what: Annotated[
-        str, typer.Argument(help="A directory with a template.toml, such a file, or a template's name.")
+        str,
+        typer.Argument(
+            metavar="WHAT", help="A directory with a template.toml, such a file, or a template's name."
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="What to call it, instead of what its file says.")] = None,
     vcpus: Annotated[int | None, typer.Option(help="vCPUs of this variant.")] = None,
@@ -135,7 +138,7 @@ def _step(step: Any) -> dict[str, Any]:
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="Where to write it.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]", help="Where to write it.")] = Path(),
     name: Annotated[str | None, typer.Option(help="Of the template; default: the directory's.")] = None,
 ) -> None:
     """Write an example of a template.toml."""
@@ -230,7 +233,7 @@ def rm(name: Name, json: options.Json = False) -> None:
 
 def export(
     name: Name,
-    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     json: options.Json = False,
 ) -> None:
     """Write a built template into one file, with digests."""
@@ -245,7 +248,10 @@ def export(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="What `template export` wrote.", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="What `template export` wrote.", exists=True, dir_okay=False),
+    ],
     json: options.Json = False,
 ) -> None:
     """Take in an exported template.

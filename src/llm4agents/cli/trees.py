@@ -12,7 +12,7 @@ import typer
 from llm4agents.cli import options
 
 NO_MATCH = 1
-Id = Annotated[str, typer.Argument(help="A sandbox, or a unique beginning of its id.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="A sandbox, or a unique beginning of its id.")]
 Where = Annotated[str, typer.Argument(metavar="PATH", help="Default: the user's home.")]
 Most = Annotated[int, typer.Option("--max", help="Stop after so many.")]
 Hidden = Annotated[bool, typer.Option("--hidden/--no-hidden", help="Also names that begin with a dot.")]
@@ -44,7 +44,9 @@ def find(
 
 def grep(
     id: Id,
-    pattern: Annotated[str, typer.Argument(help="A regular expression (without look-around).")],
+    pattern: Annotated[
+        str, typer.Argument(metavar="PATTERN", help="A regular expression (without look-around).")
+    ],
     path: Where = ".",
     fixed: Annotated[bool, typer.Option("--fixed", "-F", help="PATTERN is plain text.")] = False,
     ignore_case: Annotated[bool, typer.Option("--ignore-case", "-i")] = False,

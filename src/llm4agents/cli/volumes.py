@@ -175,7 +175,9 @@ def cp(
 
 
 def attach(
-    id: Annotated[str, typer.Argument(help="A paused sandbox, or a unique beginning of its id.")],
+    id: Annotated[
+        str, typer.Argument(metavar="ID", help="A paused sandbox, or a unique beginning of its id.")
+    ],
     volume: Annotated[str, typer.Argument(metavar="NAME:/PATH[:ro]", help="The volume, and where.")],
     json: options.Json = False,
 ) -> None:
@@ -189,7 +191,9 @@ def attach(
 
 
 def detach(
-    id: Annotated[str, typer.Argument(help="A paused sandbox, or a unique beginning of its id.")],
+    id: Annotated[
+        str, typer.Argument(metavar="ID", help="A paused sandbox, or a unique beginning of its id.")
+    ],
     name: Name,
     json: options.Json = False,
 ) -> None:

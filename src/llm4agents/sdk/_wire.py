@@ -471,6 +471,10 @@ def object_of(body: bytes) -> dict[str, Any]:
     return _object(body) if body.strip() else {}
 
 
+warned = False
+"""Whether this process has been told of the emulation, by either SDK."""
+
+
 def emulation_note(server: Mapping[str, Any]) -> str:
     """What to tell once when sandboxes run without KVM."""
     note = server.get("slowdown_note")

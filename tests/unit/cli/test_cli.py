@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from llm4agents import __version__
 from llm4agents.api.server import lock
 from llm4agents.cli import app, output
+from llm4agents.cli.observe import _figures
 from llm4agents.errors import SandboxDiedError
 
 
@@ -32,6 +34,27 @@ def test_the_table_says_what_the_commands_say() -> None:
     for name, (module, function, line) in app.COMMANDS.items():
         doc = getattr(import_module(f"llm4agents.cli.{module}"), function).__doc__
         assert doc.strip().splitlines()[0] == line, name
+
+
+def test_the_reference_has_every_command() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/command-line.md").read_text()
+    told = dict(re.findall(r"^\| `([a-z]+(?: [a-z]+)?)[^`]*` \| (.*) \|$", page, re.MULTILINE))
+    known = {
+        name: getattr(import_module(f"llm4agents.cli.{m}"), f) for name, (m, f, _) in app.COMMANDS.items()
+    }
+    for group, (module, functions, _) in app.GROUPS.items():
+        for function in functions:
+            found = getattr(import_module(f"llm4agents.cli.{module}"), function)
+            known[f"{group} {function.rstrip('_')}"] = found
+    assert told == {name: " ".join(f.__doc__.split("\n\n")[0].split()) for name, f in known.items()}
+
+
+def test_what_is_known_of_a_node_or_is_not() -> None:
+    row = {"id": "sbx_a", "template": "base", "state": "running", "cpu_s": 1.0, "pss_bytes": 1 << 20}
+    row |= {"memory_mib": 256, "calls": 0, "idle_s": 2.0, "created_at": 100.0}
+    head, rows = _figures({"node": None, "data": [row], "at": 110.0}, {"data": [row], "at": 108.0})
+    assert head == "1 running" and rows[0][0] == "sbx_a"
+    assert _figures({"node": None, "data": [], "at": 1.0}, None) == ("no sandboxes", [])
 
 
 def test_no_line_of_a_group_s_help_is_cut(cli: Any) -> None:

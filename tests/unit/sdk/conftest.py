@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents import config
-from llm4agents.sdk import _local
-from llm4agents.sdk._async import sandbox as async_sandbox
-from llm4agents.sdk._sync import sandbox as sync_sandbox
+from llm4agents.sdk import _local, _wire
 
 SERVER = Path(__file__).with_name("contract_server.py")
 
@@ -27,8 +25,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[config
         monkeypatch.setenv(f"LLM4AGENTS_{name.upper()}", str(tmp_path / name[0]))
     monkeypatch.setenv("CONTRACT_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr(_local, "server_command", lambda: [sys.executable, str(SERVER)])
-    for module in (async_sandbox, sync_sandbox):
-        monkeypatch.setattr(module, "_warned", True)
+    monkeypatch.setattr(_wire, "warned", True)
     _fresh()
     yield config.settings()
     _fresh()

@@ -226,7 +226,7 @@ def test_life_cycle(settings: Settings) -> None:
 def test_emulation_is_told_once_and_can_be_refused(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm4agents.sdk._sync.sandbox._warned", False)
+    monkeypatch.setattr("llm4agents.sdk._wire.warned", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Sandbox().kill()

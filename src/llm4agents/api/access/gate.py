@@ -164,7 +164,11 @@ class Gate:
             )
         words = matched.needs.split()
         if not any(map(principal.may, words)):
-            raise ForbiddenError(f"this needs a key with the scope {' or '.join(words)}", needs=words)
+            raise ForbiddenError(
+                f"this needs a key with the scope {' or '.join(words)}",
+                hint="on the server's host, without LLM4AGENTS_URL, you are the operator (key create --scope)",
+                needs=words,
+            )
         if not principal.sees_all:
             owners.check(self.context, matched.params, principal)
 

@@ -40,7 +40,6 @@ _CODE_END = frozenset({"end"})
 _EXEC_END = frozenset({"exit"})
 _COLD_S, _FORK_S, _SNAPSHOT_S = 180.0, 300.0, 600.0
 """How long an answer may take: a boot, 64 clones, a template's worth of memory and disk."""
-_warned = False
 
 OnText = Callable[[str], Any]
 OnResult = Callable[[results.Result], Any]
@@ -632,10 +631,9 @@ def _no_kvm(server: Mapping[str, Any]) -> HostSetupError:
 
 def _warn_emulated(server: Mapping[str, Any]) -> None:
     """Once per process: without KVM it works, and is slower. Said of the caller's line, not of ours."""
-    global _warned
-    if _warned:
+    if _wire.warned:
         return
-    _warned = True
+    _wire.warned = True
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("llm4agents."):
         level, frame = level + 1, frame.f_back

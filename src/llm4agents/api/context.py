@@ -29,6 +29,7 @@ from llm4agents.engine.principal import Principal
 from llm4agents.engine.tracing import Tracing
 from llm4agents.errors import (
     AuthenticationError,
+    ForbiddenError,
     InvalidRequestError,
     ProtectedPathError,
     SandboxNotFoundError,
@@ -108,6 +109,15 @@ def check_network(request: HTTPConnection, network: Any) -> None:
     """Raises ForbiddenError for rules that open what is the host's own, unless who calls runs it (`engine.reach`)."""
     if network is not None and not principal(request).sees_all:
         of(request).engine.reach.check(network)
+
+
+def check_volumes(request: HTTPConnection, wanted: bool) -> None:
+    """What is on a volume is for who has the scope `volumes`, also by way of a sandbox that has it attached.
+
+    Raises ForbiddenError.
+    """
+    if wanted and not principal(request).may("volumes"):
+        raise ForbiddenError("attaching a volume needs a key with the scope volumes too", needs=["volumes"])
 
 
 def check_id(sandbox: str) -> str:

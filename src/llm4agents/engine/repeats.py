@@ -7,6 +7,7 @@ Not here: what of a request makes it the same, and how an answer is read and sen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from llm4agents import limits
@@ -23,6 +24,7 @@ class Repeats:
         self._store = store
         self._under_way: set[tuple[str, str]] = set()
         self._since_trim = 0
+        self._trimmed_at = -math.inf
 
     def begin(self, project: str, key: str, request: bytes) -> tuple[int, bytes] | None:
         """None: it is to be done now, and then `end`, `forget` or `leave` follows. Else status and answer as kept.
@@ -81,8 +83,11 @@ class Repeats:
 
     def _trim(self, now: float) -> None:
         self._since_trim += 1
-        if self._since_trim >= limits.IDEMPOTENCY_ROWS_MAX // 10:
-            self._since_trim = 0
+        quiet = (
+            now - self._trimmed_at >= limits.IDEMPOTENCY_KEPT_S / 24
+        )  # few calls: what is old goes nevertheless
+        if quiet or self._since_trim >= limits.IDEMPOTENCY_ROWS_MAX // 10:
+            self._since_trim, self._trimmed_at = 0, now
             before = now - limits.IDEMPOTENCY_KEPT_S
             rows.trim(
                 self._store,

@@ -150,9 +150,12 @@ def test_how_a_broken_off_request_ended_is_not_guessed(served: Served) -> None:
 
 def test_an_answer_with_a_secret_is_kept_nowhere(served: Served) -> None:
     key = served.key(scopes=["node"])
-    for path in ("/v1/keys", "/v1/invites", "/v1/register"):
+    ident = "sbx_" + "o" * 20
+    served.sandbox(ident, served.project("opened"))
+    traffic = f"/v1/sandboxes/{ident}/traffic"
+    for path in ("/v1/keys", "/v1/invites", "/v1/register", traffic, f"{traffic}/urls"):
         said = served.ask("POST", path, key, headers={"idempotency-key": "k"}, json={"name": "x"})
-        assert said.status_code == 400 and "told once" in said.json()["detail"]
+        assert said.status_code == 400 and "is not kept" in said.json()["detail"]
 
 
 def test_of_lines_the_last_one_is_kept() -> None:
@@ -211,7 +214,7 @@ def test_what_is_paused_takes_disk_alone_and_what_ended_takes_nothing(served: Se
         return found["vcpus"], found["disk_mib"]
 
     assert used() == (1, 5 * 1024)
-    for state, expected in (("pausing", (0, 5120)), ("paused", (0, 5120))):
+    for state, expected in (("pausing", (1, 5120)), ("paused", (0, 5120))):
         served.on_loop(engine.store.transition, row, state, None, clock.stamp())
         assert used() == expected
     other = served.sandbox("sbx_" + "6" * 20, project)

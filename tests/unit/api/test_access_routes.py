@@ -179,6 +179,28 @@ def test_what_another_project_has_is_as_what_never_was(served: Served) -> None:
     assert [row["action"] for row in served.audit(request="a-port")] == ["GET a port"]
 
 
+def test_a_volume_is_attached_by_who_may_have_volumes(served: Served) -> None:
+    project = served.project("attaching")
+    ident = "sbx_" + "v" * 20
+    served.sandbox(ident, project, "paused")
+    mount = {"volume": "none-such", "path": "/data", "mode": "ro"}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/sandboxes", {"template": "base", "volumes": [mount]}),
+        (f"/v1/sandboxes/{ident}/volumes", mount),
+    ]
+    for path, body in asked:
+        told = {}
+        for scopes in ("sandboxes", "sandboxes volumes"):
+            key = served.key(project, scopes=scopes.split())
+            told[scopes] = served.ask("POST", path, key, json=body).json()
+        refused, let_through = told.values()
+        assert (refused["code"], refused["details"]["needs"]) == ("forbidden", ["volumes"])
+        assert let_through["code"] in (
+            "not_found",
+            "host_setup",
+        )  # no such volume, or first no VMM: no host is here
+
+
 def test_lists_are_of_ones_own(served: Served) -> None:
     ours, theirs = served.project("listed"), served.project("hidden")
     mine, their = ("sbx_" + letter * 20 for letter in "lh")

@@ -22,8 +22,16 @@ from llm4agents.errors import InvalidRequestError
 
 HEADER = b"idempotency-key"
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,255}")
-TOLD_ONCE = frozenset({"/v1/keys", "/v1/invites", "/v1/register"})
-"""Their answers have a secret in them, which nothing keeps."""
+NOT_KEPT = frozenset(
+    {
+        "/v1/keys",
+        "/v1/invites",
+        "/v1/register",
+        "/v1/sandboxes/{sandbox}/traffic",
+        "/v1/sandboxes/{sandbox}/traffic/urls",
+    }
+)
+"""Their answers open something by themselves: they are in no store."""
 UNDONE = frozenset({"/v1/sandboxes"})
 """What is undone when the client goes away before it is answered."""
 
@@ -38,9 +46,9 @@ def key_of(scope: Scope, pattern: str) -> str | None:
     text = str(found[0].decode("latin-1"))
     if len(found) > 1 or not _KEY.fullmatch(text):
         raise InvalidRequestError("an Idempotency-Key is 1 to 255 of A-Z, a-z, 0-9, '_' and '-'")
-    if pattern in TOLD_ONCE:
+    if pattern in NOT_KEPT:
         raise InvalidRequestError(
-            f"POST {pattern} takes no Idempotency-Key: its answer has a secret, which is told once"
+            f"POST {pattern} takes no Idempotency-Key: its answer has a secret, and is not kept"
         )
     return text
 

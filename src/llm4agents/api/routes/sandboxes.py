@@ -27,6 +27,7 @@ FILTERS_MAX = 32
 async def create(body: models.Create, request: Request) -> Response:
     principal = context.principal(request)
     context.check_network(request, body.network)
+    context.check_volumes(request, bool(body.volumes))
     template = context.template(request, body.template)
     vcpus, memory_mib = context.of(request).engine.templates.size(template)
     protect = protecting.wanted(context.guest_path(path) for path in body.protect)

@@ -219,6 +219,7 @@ async def _tar(
 @router.post("/v1/sandboxes/{sandbox}/volumes")
 async def attach(sandbox: str, body: models.Mount, request: Request) -> Response:
     """To a paused one; it is mounted when that is resumed."""
+    context.check_volumes(request, True)
     engine = context.of(request).engine
     return Json(models.sandbox(await engine.attach(context.check_id(sandbox), body.wish())))
 

@@ -15,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from llm4agents.api.access.once import TOLD_ONCE
+from llm4agents.api.access.once import NOT_KEPT
 from llm4agents.api.access.table import OPEN, TABLE
 from llm4agents.api.schema import problems, words
 from llm4agents.api.schema.kinds import NDJSON, Lines, Operation, Raw, Success
@@ -225,7 +225,7 @@ def _parameters(
         required = found.get("required", False)
         yield {"name": name, "in": found["in"], "required": required, "description": text, "schema": schema}
     yield from (dict(one) for one in operation.more_parameters)
-    if method == "POST" and path not in TOLD_ONCE:
+    if method == "POST" and path not in NOT_KEPT:
         yield {"$ref": "#/components/parameters/IdempotencyKey"}
 
 

@@ -13,6 +13,8 @@ STREAMS_PER_SESSION_MAX: Final = 1_024
 CONTROL_BYTES_MAX: Final = 65_536
 HELLO_TIMEOUT_S: Final = 5.0
 PATH_BYTES_MAX: Final = 4_096
+LOCAL_NAME_BYTES_MAX: Final = 200
+"""Of a file of the node that a call names: what it is called while it is written is longer by some."""
 LIST_ENTRIES_MAX: Final = 100_000
 HELLO_RETRY_S: Final = 2.0
 """A HELLO not answered in this time is sent again under a new nonce (bytes sent to a stopped VM are lost)."""

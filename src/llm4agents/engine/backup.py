@@ -53,7 +53,8 @@ async def write(engine: Engine, file: Path, *, with_disks: bool) -> dict[str, An
     """Write the backup `file` (absolute), whole or not at all; {"file", "bytes", "sandboxes", "volumes"}.
 
     With disks, paused sandboxes cannot be resumed meanwhile; a volume that is attached is copied as a power cut would
-    leave it. Raises ConflictError when there is such a file, HostSetupError, CapacityError.
+    leave it. Raises ConflictError when there is such a file, InvalidRequestError when none can be
+    written there, HostSetupError, CapacityError.
     """
     if file.exists():
         raise ConflictError(f"there is a {file} already", hint="another name, or remove it")
@@ -78,7 +79,10 @@ async def write(engine: Engine, file: Path, *, with_disks: bool) -> dict[str, An
                 names.append(VOLUMES)
         await asyncio.to_thread(_stage, engine.settings, staging, paused)
         names = [name for name in dict.fromkeys(names) if (engine.settings.state / name).exists()]
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidRequestError(f"{file} cannot be written: {error.strerror}") from error
         os.close(fd)
         small = sorted(path.name for path in staging.iterdir() if path.name != MANIFEST)
         argv = ["tar", "--create", "--sparse", "--numeric-owner", f"--file={partial}", "--exclude=*.sock"]
@@ -88,7 +92,10 @@ async def write(engine: Engine, file: Path, *, with_disks: bool) -> dict[str, An
         await process.run(argv, cwd=file.parent)
         with partial.open("rb") as made:
             os.fsync(made.fileno())
-        os.link(partial, file)  # not a rename, which would replace another's
+        try:
+            os.link(partial, file)  # not a rename, which would replace another's
+        except FileExistsError as error:
+            raise ConflictError(f"there is a {file} by now", hint="another name, or remove it") from error
     disks = (engine.settings.state / VOLUMES).glob("*.raw") if with_disks else ()
     return {
         "file": str(file),

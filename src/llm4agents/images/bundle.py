@@ -15,12 +15,14 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llm4agents.errors import ConflictError, InvalidRequestError, NotFoundError, VersionMismatchError
 from llm4agents.images import disk
@@ -110,7 +112,7 @@ def _export(variant_dir: Path, file: Path, cache: Cache, progress: Progress, can
             for i in items
         ],
     }
-    tmp = file.with_name(f".{file.name}.{os.getpid()}")
+    tmp = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
     try:
         with room(file.parent, sum(item.stored for item in items)):
             with (
@@ -125,7 +127,7 @@ def _export(variant_dir: Path, file: Path, cache: Cache, progress: Progress, can
             fsync(tmp)
             tmp.replace(file)
             return file.stat().st_size
-    except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
+    except OSError as error:
         raise InvalidRequestError(f"{file} cannot be written: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):
@@ -226,11 +228,7 @@ async def import_(
 def _read(
     file: Path, cache: Cache, tmp: Path, progress: Progress, check: Check, cancel: Cancel
 ) -> tuple[str, str, dict[str, Any]]:
-    try:
-        raw = file.open("rb")
-    except OSError as error:
-        raise NotFoundError(f"{file} cannot be read: {error.strerror}") from error
-    with raw, gzip.GzipFile(fileobj=raw, mode="rb") as stream:
+    with _opened(file) as raw, gzip.GzipFile(fileobj=raw, mode="rb") as stream:
         try:
             name, key, items = parse_manifest(_read_member(stream, MANIFEST, MANIFEST_BYTES_MAX))
             check_room(cache.root, sum(item.stored for item in items))
@@ -248,6 +246,18 @@ def _read(
         if item.path.startswith("blobs/"):
             cache.ingest(tmp / item.sha256, cancel)
     return name, key, template
+
+
+def _opened(file: Path) -> IO[bytes]:
+    """To be read. What is no plain file is not: to open a pipe that nobody writes to has no end."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise NotFoundError(f"{file} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidRequestError(f"{file} is not a file", hint="llm4agents template export writes one")
+    return os.fdopen(fd, "rb")
 
 
 def _bad(why: str) -> InvalidRequestError:

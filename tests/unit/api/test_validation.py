@@ -156,9 +156,17 @@ def test_what_is_no_template_or_no_file_of_the_host_is_refused(context: Context)
     refused(one(context, "DELETE", "/v1/templates/none"), 404, "template_not_found")
     for name in ("a/b", "..", "%2e%2e"):
         assert one(context, "DELETE", f"/v1/templates/{name}").status_code in (400, 404)
-    refused(
-        one(context, "POST", "/v1/templates/import", json={"file": "x"}), 400, "invalid_request", "absolute"
-    )
+    bad = {
+        "x": "absolute",
+        "/": "cannot be",
+        "/a\0b": "cannot be",
+        "/" + "x" * 300: "too long",
+    }
+    for file, word in bad.items():
+        body = json.dumps({"file": file}).encode()
+        for path in ("/v1/templates/import", "/v1/templates/base/export", "/v1/server/backup"):
+            headers = {"content-type": "application/json"}
+            refused(one(context, "POST", path, content=body, headers=headers), 400, "invalid_request", word)
 
 
 def test_without_qemu_a_create_names_the_package_and_the_log(context: Context) -> None:

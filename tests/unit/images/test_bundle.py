@@ -293,4 +293,9 @@ def test_what_is_no_bundle_is_refused(target: Cache, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(data)
         with pytest.raises(InvalidRequestError):
             load(tmp_path / "x", target)
+    # Opening a pipe that nobody writes to would have no end.
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(InvalidRequestError, match="is not a file"):
+            load(special, target)
     assert nothing_came(target)

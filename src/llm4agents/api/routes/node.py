@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llm4agents import __version__
+from llm4agents import __version__, limits
 from llm4agents.api import context, models
 from llm4agents.api.answers import NDJSON, Json, Stream, as_they_come, unless_gone
 from llm4agents.engine import backup, doctor, names
@@ -156,9 +156,19 @@ async def prune(body: models.Prune, request: Request) -> Response:
 
 
 def _local(file: str) -> Path:
-    path = Path(file)
+    """A file of the node by its absolute path; one that no file can have is refused. Looks at nothing on the disk."""
+    path, shown = Path(file), repr(file[:200])
     if not path.is_absolute():
         raise InvalidRequestError(
-            f"{file!r} is not an absolute path", hint="the server's directory is not yours"
+            f"{shown} is not an absolute path", hint="the server's directory is not yours"
+        )
+    names = os.fsencode(path).split(b"/")
+    whole, longest = sum(map(len, names)) + len(names), max(map(len, names))
+    if not path.name or any(b"\0" in name for name in names):
+        raise InvalidRequestError(f"{shown} cannot be a file's path")
+    if whole > limits.PATH_BYTES_MAX or longest > limits.LOCAL_NAME_BYTES_MAX:
+        raise InvalidRequestError(
+            f"{shown}… is too long",
+            hint=f"each name of a path has at most {limits.LOCAL_NAME_BYTES_MAX} bytes",
         )
     return path

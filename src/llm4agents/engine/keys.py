@@ -174,12 +174,18 @@ class Keys:
 
     @contextlib.contextmanager
     def holding(self, ident: str) -> Iterator[Held]:
-        """While a call is under way with the key of that id."""
-        held = Held()
+        """While a call is under way with the key of that id; it ends when the key expires, too."""
+        held, timer = Held(), None
         self._held.setdefault(ident, set()).add(held)
+        row = self._all.get(ident)
+        if row is not None and row.expires_at is not None:
+            left = max(0.0, row.expires_at - clock.wall_s())
+            timer = asyncio.get_running_loop().call_later(left, held.end)
         try:
             yield held
         finally:
+            if timer is not None:
+                timer.cancel()
             mine = self._held[ident]
             mine.discard(held)
             if not mine:

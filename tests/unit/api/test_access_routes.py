@@ -322,6 +322,11 @@ def test_what_is_under_way_ends_with_its_key(served: Served) -> None:
             end()
             with contextlib.suppress(httpx.RemoteProtocolError):  # broken off in its midst
                 assert list(stream.iter_bytes()) == []
+    short = {"authorization": f"Bearer {served.key(expires_days=1.5 / 86_400)}"}
+    with served.http.stream("GET", "/v1/events?follow=true", headers=short) as stream:
+        assert stream.status_code == 200
+        with contextlib.suppress(httpx.RemoteProtocolError):  # by itself, a second and a half later
+            assert list(stream.iter_bytes()) == []
     own = served.key(scopes=["project"])
     assert served.ask("DELETE", f"/v1/keys/key_{own[4:12]}", own).json()["revoked_at"] is not None
     assert served.ask("GET", "/v1/whoami", own).status_code == 401

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from llm4agents.engine.keys import Held
 
 POLICY_VIOLATION = 1008
-_WHY = "the API key is revoked, or its project disabled"
+_WHY = "the API key is revoked or has expired, or its project is disabled"
 
 
 def until_ended(held: Held, scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:

@@ -20,7 +20,15 @@ def start(vmm: options.Vmm = None, json: options.Json = False) -> None:
     from llm4agents.sdk import _local, _wire
 
     _wire.check_platform(None)
-    _show(_local.start(settings()), json)
+    wanted, info = settings().listen, _local.start(settings())
+    if wanted is not None and not info.get("listen"):
+        from llm4agents.cli import output
+
+        output.say(
+            f"warning: a server runs already, and listens on its socket alone, not on {wanted}; for that: "
+            "llm4agents server stop --keep, and start it again"
+        )
+    _show(info, json)
 
 
 def run(

@@ -263,6 +263,16 @@ def test_a_server_that_cannot_start_says_so_in_words_to_who_ran_it(cli: Any, tmp
     assert str(os.getpid()) in second.stderr and "llm4agents server stop" in second.stderr
 
 
+def test_a_server_that_runs_already_and_does_not_listen_is_said_to(cli: Any) -> None:
+    try:
+        assert cli("server", "start").stderr == ""
+        again = cli("server", "start", "--json", LLM4AGENTS_LISTEN="127.0.0.1:7400")
+        assert again.stderr.startswith("warning: ") and "server stop --keep" in again.stderr
+        assert json.loads(again.stdout)["listen"] is None
+    finally:
+        cli("server", "stop")
+
+
 def test_counts_are_whole_where_they_are() -> None:
     assert [output.count(value) for value in (0.0, 16384, 0.5, None)] == ["0", "16384", "0.50", "-"]
 

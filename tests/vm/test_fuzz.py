@@ -176,3 +176,7 @@ def test_what_is_sent_is_taken_or_refused_as_described(
     run(tmp_path, url, key, *others, FUZZ_SANDBOX=box, FUZZ_VOLUME=volume)
     run(tmp_path, url, operators, *tags)
     assert "request_failed" not in node.log()
+    for row in node.call("GET", "/v1/sandboxes?limit=1000")[
+        "data"
+    ]:  # one of on_timeout=pause would outlive the server
+        node.call("DELETE", f"/v1/sandboxes/{row['id']}")

@@ -14,7 +14,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llm4agents.api.context import CALLER, Context
-from llm4agents.errors import LLM4AgentsError, MediaTypeError, MethodNotAllowedError, to_wire
+from llm4agents.errors import (
+    LLM4AgentsError,
+    MediaTypeError,
+    MethodNotAllowedError,
+    UnknownOutcomeError,
+    to_wire,
+)
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -108,10 +114,15 @@ async def as_they_come(
                 await task
 
 
+async def _last_line(send: Send, error: LLM4AgentsError) -> None:
+    line = dump({**to_wire(error), "type": "error"}) + b"\n"
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
 class Stream(Response):
     """Sends what a generator yields as it comes; the generator is closed when the client goes away.
 
-    With `lines` each item is a line of NDJSON, and an error after the head is a last line.
+    With `lines` each item is a line of NDJSON, and an error after the head, foreseen or not, is a last line.
     """
 
     def __init__(
@@ -152,6 +163,11 @@ class Stream(Response):
                 # The head is gone: a cut body is the one sign that is left, and the client counts bytes.
                 log.warning("download_cut", error=str(error))
                 raise
-            line = dump({**to_wire(error), "type": "error"}) + b"\n"
-            await send({"type": "http.response.body", "body": line, "more_body": True})
+            await _last_line(send, error)
+        except Exception as error:
+            if not self.lines:
+                raise
+            log.exception("stream_failed")
+            words = f"the server failed: {type(error).__name__}"
+            await _last_line(send, UnknownOutcomeError(words, hint="its log says more"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

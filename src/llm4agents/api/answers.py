@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm4agents.api.context import CALLER, Context
 from llm4agents.errors import (
+    CapacityError,
     LLM4AgentsError,
     MediaTypeError,
     MethodNotAllowedError,
@@ -114,6 +116,13 @@ async def as_they_come(
                 await task
 
 
+def unforeseen(error: Exception) -> LLM4AgentsError:
+    """What a caller is told of an error that is none of ours."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+    return UnknownOutcomeError(f"the server failed: {type(error).__name__}", hint="its log says more")
+
+
 async def _last_line(send: Send, error: LLM4AgentsError) -> None:
     line = dump({**to_wire(error), "type": "error"}) + b"\n"
     await send({"type": "http.response.body", "body": line, "more_body": True})
@@ -168,6 +177,5 @@ class Stream(Response):
             if not self.lines:
                 raise
             log.exception("stream_failed")
-            words = f"the server failed: {type(error).__name__}"
-            await _last_line(send, UnknownOutcomeError(words, hint="its log says more"))
+            await _last_line(send, unforeseen(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from llm4agents import __version__, limits
-from llm4agents.api.answers import check_json, problem
+from llm4agents.api.answers import check_json, problem, unforeseen
 from llm4agents.api.context import Context
 from llm4agents.api.description import Description
 from llm4agents.api.mcp.endpoint import Mcp
@@ -52,7 +51,6 @@ from llm4agents.errors import (
     NotFoundError,
     ServerUnavailableError,
     TooLargeError,
-    UnknownOutcomeError,
 )
 
 log = structlog.get_logger()
@@ -202,17 +200,14 @@ def create_app(context: Context) -> FastAPI:
 
     @app.exception_handler(OSError)
     async def _host(request: Request, error: OSError) -> Response:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
-            return problem(full, context)
-        return await _unforeseen(request, error)
+        told = unforeseen(error)
+        return (
+            problem(told, context) if isinstance(told, CapacityError) else await _unforeseen(request, error)
+        )
 
     @app.exception_handler(Exception)
     async def _unforeseen(request: Request, error: Exception) -> Response:
         log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
-        return problem(
-            UnknownOutcomeError(f"the server failed: {type(error).__name__}", hint="its log says more"),
-            context,
-        )
+        return problem(unforeseen(error), context)
 
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -11,11 +12,11 @@ from llm4agents.api.answers import NDJSON, Stream
 
 
 def test_a_failure_nobody_foresaw_is_a_last_line_and_no_cut() -> None:
-    async def items() -> AsyncGenerator[Any, None]:
+    async def items(error: Exception) -> AsyncGenerator[Any, None]:
         yield {"type": "step"}
-        raise KeyError("not for the client")
+        raise error
 
-    async def main() -> list[dict[str, Any]]:
+    async def main(error: Exception) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:
@@ -24,12 +25,17 @@ def test_a_failure_nobody_foresaw_is_a_last_line_and_no_cut() -> None:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        await Stream(items(), lines=True, media_type=NDJSON)({"type": "http"}, receive, send)
+        await Stream(items(error), lines=True, media_type=NDJSON)({"type": "http"}, receive, send)
         return sent
 
-    head, *bodies = asyncio.run(main())
-    assert head["status"] == 200 and bodies[-1]["more_body"] is False
-    first, last = (json.loads(line) for line in b"".join(body["body"] for body in bodies).splitlines())
-    assert first == {"type": "step"}
-    assert (last["type"], last["code"], last["outcome"]) == ("error", "unknown_outcome", "unknown")
+    def told(error: Exception) -> dict[str, Any]:
+        head, *bodies = asyncio.run(main(error))
+        assert head["status"] == 200 and bodies[-1]["more_body"] is False
+        first, last = (json.loads(line) for line in b"".join(body["body"] for body in bodies).splitlines())
+        assert first == {"type": "step"} and last["type"] == "error"
+        return dict(last)
+
+    last = told(KeyError("not for the client"))
+    assert (last["code"], last["outcome"]) == ("unknown_outcome", "unknown")
     assert "KeyError" in last["detail"] and "not for the client" not in json.dumps(last)
+    assert told(OSError(errno.ENOSPC, "full"))["code"] == "capacity"

@@ -10,12 +10,13 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries", "protected", "recipe", "tarblocks"}
+BASE = {"errors", "config", "limits", "binaries", "protected", "recipe", "scratch", "tarblocks"}
 MAY_IMPORT = {
     "errors": set(),
     "limits": set(),
     "protected": set(),
     "recipe": {"errors", "limits"},
+    "scratch": set(),
     "tarblocks": {"errors", "limits", "protected"},
     "config": {"errors", "limits", "protected"},
     "binaries": {"config", "errors"},

@@ -10,11 +10,11 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tars import DIRECTORY, FILE, HARD, LINK, archive
 
 from llm4agents import config, limits, protected
 from llm4agents.errors import InvalidRequestError, ProtocolError
 from llm4agents.tarblocks import Sieve
+from tests.tars import DIRECTORY, FILE, HARD, LINK, archive
 
 ALL = [pattern for patterns in protected.PATTERNS.values() for pattern in patterns]
 CONCRETE = st.sampled_from([p for p in ALL if "*" not in p and not p.startswith("/")])

@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm4agents import scratch
 from llm4agents.errors import InvalidRequestError
 from llm4agents.images.process import Cancel, room
 from llm4agents.images.progress import Progress, silent
@@ -143,32 +143,32 @@ class Cache:
 
         Removing a large one takes as long as the disk likes: on an event loop use `workdir`.
         """
-        path = self._new_tmp()
-        try:
-            yield path
-        finally:
-            _remove_tree(path)
+        with self._new_tmp() as path:
+            try:
+                yield path
+            finally:
+                _remove_tree(path)
 
     @contextlib.asynccontextmanager
     async def workdir(self) -> AsyncIterator[Path]:
         """`tmpdir` for who must not block: a tree of thousands of files is removed in a thread, and waited for."""
-        path = self._new_tmp()
-        try:
-            yield path
-        finally:
-            removal = asyncio.ensure_future(asyncio.to_thread(_remove_tree, path))
+        with self._new_tmp() as path:
             try:
-                await asyncio.shield(removal)
-            except asyncio.CancelledError:
-                await asyncio.wait([removal])
-                raise
+                yield path
+            finally:
+                removal = asyncio.ensure_future(asyncio.to_thread(_remove_tree, path))
+                try:
+                    await asyncio.shield(removal)
+                except asyncio.CancelledError:
+                    await asyncio.wait([removal])
+                    raise
 
-    def _new_tmp(self) -> Path:
-        with room(self.root):
-            self.tmp.mkdir(parents=True, exist_ok=True)
-            path = self.tmp / f"{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(6)}"
-            path.mkdir(mode=0o700)
-        return path
+    @contextlib.contextmanager
+    def _new_tmp(self) -> Iterator[Path]:
+        with contextlib.ExitStack() as stack:
+            with room(self.root):
+                path = stack.enter_context(scratch.held(self.tmp))
+            yield path
 
     def publish(self, tmp: Path, dest: Path) -> bool:
         """Move a finished directory into place, durably. False (`tmp` is left) if `dest` is there already."""
@@ -188,12 +188,10 @@ class Cache:
         """Remove what dead processes left in `tmp`; returns it. Never touches what a live one is making."""
         swept = []
         for path in sorted(self.tmp.iterdir()) if self.tmp.is_dir() else []:
-            pid, _, rest = path.name.partition("-")
-            ticks = rest.partition("-")[0]
-            if pid.isdigit() and ticks.isdigit() and start_ticks(int(pid)) == int(ticks):
-                continue
-            _remove_tree(path)
-            swept.append(path)
+            with scratch.abandoned(path) as free:
+                if free:
+                    _remove_tree(path)
+                    swept.append(path)
         return swept
 
     # --- housekeeping
@@ -310,14 +308,6 @@ def tree_bytes(root: Path) -> int:
             with contextlib.suppress(OSError):
                 total += Path(directory, name).lstat().st_blocks * 512
     return total
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with its pid, an identity. None: there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _remove_tree(path: Path) -> None:

@@ -16,8 +16,6 @@ from typing import Any, cast
 
 import httpx
 import uvicorn
-from tests.unit.engine.test_live import Bench
-from tests.unit.guest.agent_process import serving
 
 from llm4agents.api.access.gate import Via, guarded
 from llm4agents.api.app import create_app
@@ -32,6 +30,8 @@ from llm4agents.errors import AuthenticationError, LLM4AgentsError, SandboxNotFo
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import SandboxRow
 from llm4agents.store.keys import KeyRow
+from tests.unit.engine.test_live import Bench
+from tests.unit.guest.agent_process import serving
 
 ID = "sbx_0123456789abcdefghij"
 HOST_ID = ID.replace("_", "-")

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 import structlog
-from tests.unit.api.served import Served, serving
 
 from llm4agents import limits
 from llm4agents.api.access.answer import Answer
 from llm4agents.engine.audit import Entry
 from llm4agents.engine.quotas import Share
 from llm4agents.engine.repeats import Repeats
+from tests.unit.api.served import Served, serving
 
 ONE = "sbx_" + "1" * 20
 

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from starlette.routing import Mount, Route, WebSocketRoute
-from tests.unit.api.served import Served, serving
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -27,6 +26,7 @@ from llm4agents.engine import keys
 from llm4agents.engine.principal import SCOPES
 from llm4agents.store import volumes
 from llm4agents.store.volumes import VolumeRow
+from tests.unit.api.served import Served, serving
 
 MINE, THEIRS, NEVER = ("sbx_" + letter * 20 for letter in "mtn")
 

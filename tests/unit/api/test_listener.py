@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support import eventually
-from tests.unit.api.listening import Served, answer, ask, closed, serving
 
 from llm4agents import limits
 from llm4agents.api.access.crowd import Crowd
 from llm4agents.api.listen.counting import Bounds
 from llm4agents.engine.principal import Principal
+from tests.support import eventually
+from tests.unit.api.listening import Served, answer, ask, closed, serving
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SMALL = Bounds(

@@ -15,10 +15,10 @@ import h2.settings
 import httpx
 import pytest
 from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, SettingsFrame
-from tests.support import eventually
-from tests.unit.api.listening import Served, ask, closed, serving
 
 from llm4agents.api.listen.counting import Bounds
+from tests.support import eventually
+from tests.unit.api.listening import Served, ask, closed, serving
 
 HEAD = [(":method", "GET"), (":path", "/health"), (":scheme", "http"), (":authority", "localhost")]
 

@@ -13,8 +13,6 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from tests.support import eventually
-from tests.unit.api.listening import Served, ask, closed, serving
 
 from llm4agents import config, limits
 from llm4agents.api.listen import tls
@@ -23,6 +21,8 @@ from llm4agents.api.listen.listener import Address
 from llm4agents.api.listen.opening import Opened
 from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError, SandboxNotFoundError
 from llm4agents.sdk._sync.transport import Transport
+from tests.support import eventually
+from tests.unit.api.listening import Served, ask, closed, serving
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 DAY = datetime.timedelta(days=1)

@@ -7,14 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
-from tests.unit.api.test_proxy import OK
 from websockets.asyncio.client import unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.utils import accept_key
 
 from llm4agents.engine import clock
 from llm4agents.errors import ConflictError, SandboxDiedError
+from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
+from tests.unit.api.test_proxy import OK
 
 _OF_EACH = ("date", "x-request-id")
 PAGE = {"accept": "text/html,*/*;q=0.8"}

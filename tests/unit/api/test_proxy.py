@@ -7,6 +7,7 @@ import socket
 
 import httpx
 import pytest
+
 from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

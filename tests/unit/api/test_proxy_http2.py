@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.api.proxied import HOST_ID, Proxied, proxied
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import InvalidStatus
@@ -19,6 +18,7 @@ from llm4agents.api.access.gate import guarded
 from llm4agents.api.app import create_app
 from llm4agents.api.listen.counting import Bounds
 from llm4agents.api.listen.opening import Opened
+from tests.unit.api.proxied import HOST_ID, Proxied, proxied
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 from websockets.http11 import Headers
 
 from llm4agents.errors import SandboxDiedError
+from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
 
 
 async def _websocket_server(bench: Proxied, handler: Any, **options: Any) -> int:

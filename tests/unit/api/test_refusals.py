@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from tests.unit.api.served import Served, serving
 
 BOX = "sbx_" + "a" * 20

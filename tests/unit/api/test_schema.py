@@ -13,7 +13,6 @@ import pytest
 import schemathesis
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
-from tests.unit.api.served import serving
 
 from llm4agents import errors
 from llm4agents.api.access.table import OPEN, TABLE
@@ -22,6 +21,7 @@ from llm4agents.api.context import Context
 from llm4agents.api.schema import document
 from llm4agents.api.schema.kinds import NDJSON
 from llm4agents.api.schema.operations import OPERATIONS, TAGS
+from tests.unit.api.served import serving
 
 FILE = Path(__file__).resolve().parents[3] / "clients" / "openapi.json"
 Doc = dict[str, Any]

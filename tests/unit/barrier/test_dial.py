@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.barrier.authority import Authority
 
 from llm4agents import limits
 from llm4agents.barrier import dial
 from llm4agents.barrier.dial import DialError, Dialled, Dialler, parse_proxy
+from tests.barrier.authority import Authority
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.barrier.rule_lines import lines
 
 from llm4agents import limits
 from llm4agents.barrier import rules
 from llm4agents.barrier.network import FORMS, Binding, Network, Rewrite
 from llm4agents.errors import InvalidRequestError
+from tests.unit.barrier.rule_lines import lines
 
 CANONICAL = [
     "allow example.com",

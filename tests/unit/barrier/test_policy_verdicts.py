@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.unit.barrier.rule_lines import lines
 
 from llm4agents import limits
 from llm4agents.barrier import resolvers, rules
@@ -18,6 +17,7 @@ from llm4agents.barrier.addresses import Kind, classify
 from llm4agents.barrier.network import Network, PackageHost, Packages, Rewrite
 from llm4agents.barrier.policy import CANARY, Floor, Policy, Request, Target, Verdict
 from llm4agents.errors import InvalidRequestError
+from tests.unit.barrier.rule_lines import lines
 
 
 def policy(network: Any = None, floor: str = "", packages: Packages | None = None) -> Policy:

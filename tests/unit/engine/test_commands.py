@@ -7,9 +7,7 @@ import base64
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,9 +20,7 @@ from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import SandboxRow
 from llm4agents.vmm.base import Machine
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "guest"))
-from agent_process import Served
+from tests.unit.guest.agent_process import Served
 
 
 class Stands:

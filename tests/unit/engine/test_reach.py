@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.api.served import serving
 
 from llm4agents import config, limits
 from llm4agents.barrier import addresses
@@ -16,6 +15,7 @@ from llm4agents.engine import webhooks
 from llm4agents.engine.reach import Reach
 from llm4agents.errors import ForbiddenError, InvalidRequestError
 from llm4agents.store.jobs import RunRow
+from tests.unit.api.served import serving
 
 OWN = frozenset({ip_address("203.0.113.7")})
 MINE = "sbx_" + "m" * 20

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.unit.api.served import serving
 
 from llm4agents import limits
 from llm4agents import recipe as recipes
@@ -19,6 +18,7 @@ from llm4agents.engine.parts import Shape
 from llm4agents.engine.volume_files import VolumeFiles, _Reader
 from llm4agents.errors import CapacityError, QuotaError
 from llm4agents.images.cache import Cache
+from tests.unit.api.served import serving
 
 
 def test_a_project_has_so_many_builds_at_once_and_each_counts_for_its_templates(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support import eventually
 
 from llm4agents.engine import usage
 from llm4agents.engine.usage import EVERY_S, Meter
@@ -21,6 +20,7 @@ from llm4agents.errors import CapacityError, ConflictError
 from llm4agents.store import SandboxRow, open_store
 from llm4agents.store import usage as rows
 from llm4agents.store.store import Stamp
+from tests.support import eventually
 
 NS = 10**9
 NEXT = {

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from fake_guest import FakeGuest, session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from llm4agents.guest import frames
 from llm4agents.guest.channel import Session
 from llm4agents.guest.frames import FrameType
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.fake_guest import FakeGuest, session
 
 Move = Callable[[FakeGuest, int], Coroutine[Any, Any, None]]
 REPLY, DATA, EOF, END = FrameType.REPLY, FrameType.DATA, FrameType.EOF, FrameType.END
@@ -170,7 +170,7 @@ def test_speaking_after_falling_silent_ends_the_session() -> None:
     [b"\xc1", b"\x80", b"\x91\x80", b"\x81\xa7version\xa11", b"\x81\xa7version\xc3"],
 )
 def test_a_greeting_that_makes_no_sense(answer: bytes) -> None:
-    from fake_guest import pair
+    from tests.unit.guest.fake_guest import pair
 
     async def test() -> None:
         async with pair() as (ours, guest):

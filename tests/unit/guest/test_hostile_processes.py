@@ -7,12 +7,12 @@ from typing import Any
 
 import msgpack
 import pytest
-from fake_guest import FakeGuest, session
 
 from llm4agents import limits
 from llm4agents.errors import LLM4AgentsError, ProtocolError
 from llm4agents.guest.frames import FrameType
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.fake_guest import FakeGuest, session
 
 ATTACHED = {"pid": 3, "id": "p", "running": True, "start": 0, "offset": 5, "gap": 0, "tty": False}
 PROCESS = {

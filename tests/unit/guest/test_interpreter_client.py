@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from llm4agents.errors import (
 from llm4agents.guest import code
 from llm4agents.guest.code import End, Event, Output, Raised, Result
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.agent_process import serving
 
 RUNNER = Path(code.__file__).parents[1] / "images" / "data" / "runner" / "zygote.py"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import Served, run
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -29,6 +28,7 @@ from llm4agents.guest.frames import FrameType
 from llm4agents.guest.handles import STDERR, STDOUT, Process
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.agent_process import Served, run
 
 
 async def finish(process: Process) -> tuple[ExitStatus, bytes, bytes]:

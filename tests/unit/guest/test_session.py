@@ -9,7 +9,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from fake_guest import ACK, FakeGuest, pair, session
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -26,6 +25,7 @@ from llm4agents.guest import channel, frames
 from llm4agents.guest.channel import Session
 from llm4agents.guest.frames import FrameType
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.fake_guest import ACK, FakeGuest, pair, session
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

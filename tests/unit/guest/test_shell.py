@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 import pytest
-from agent_process import run
 
 from llm4agents.errors import ConflictError, InvalidRequestError
 from llm4agents.guest import shell as shells
@@ -16,6 +15,7 @@ from llm4agents.guest import shell_wire as wire
 from llm4agents.guest.code import End, Event, Output, Raised
 from llm4agents.guest.shell import Shell
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.agent_process import run
 
 TOKEN = "L0123456789abcdef"
 

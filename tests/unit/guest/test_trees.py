@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_process import run
-from fake_guest import session
 
 from llm4agents.errors import (
     GuestError,
@@ -28,6 +26,8 @@ from llm4agents.guest import trees
 from llm4agents.guest.frames import FrameType
 from llm4agents.guest.trees import Change, Packed
 from llm4agents.guest.verbs import Agent
+from tests.unit.guest.agent_process import run
+from tests.unit.guest.fake_guest import session
 
 ODD = os.fsdecode(b"odd \xff\n name")
 

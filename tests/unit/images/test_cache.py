@@ -11,11 +11,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm4agents.errors import CapacityError, InvalidRequestError
-from llm4agents.images.cache import Cache, start_ticks
+from llm4agents.images.cache import Cache
 
 
 @pytest.fixture
@@ -99,14 +100,42 @@ def test_a_killed_builder_frees_the_lock_and_leaves_nothing_finished(cache: Cach
     assert not cache.templates.exists() and not cache.blobs.exists()
 
 
+def test_a_live_build_of_another_container_is_no_leftover(cache: Cache) -> None:
+    """Which shares the cache, and in which our pids are nobody's."""
+    code = "import sys; from llm4agents.images.cache import *; print(Cache(Path(sys.argv[1])).sweep())"
+    within = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    argv = [*within, sys.executable, "-c", code, str(cache.root)]
+    with cache.tmpdir() as mine:
+        other = cache.tmp / mine.name.replace(str(os.getpid()), "1")
+        other.mkdir()
+        swept = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert mine.is_dir() and not other.exists()
+        assert other.name in swept and mine.name not in swept
+
+
 def test_a_reused_pid_does_not_protect_anothers_leftovers(cache: Cache) -> None:
-    ticks = start_ticks(os.getpid())
-    assert ticks is not None
-    mine, stale = cache.tmp / f"{os.getpid()}-{ticks}-aa", cache.tmp / f"{os.getpid()}-{ticks + 1}-bb"
-    for path in (mine, stale, cache.tmp / "strange"):
-        path.mkdir(parents=True)
-    assert {path.name for path in cache.sweep()} == {stale.name, "strange"}
-    assert mine.is_dir()
+    with cache.tmpdir() as mine:
+        stale = cache.tmp / f"{os.getpid()}-0123456789abcdef"
+        for path in (stale, cache.tmp / "strange"):
+            path.mkdir()
+        (cache.tmp / "a-file").touch()
+        assert {path.name for path in cache.sweep()} == {stale.name, "strange"}
+        assert mine.is_dir()
+
+
+def test_a_directory_that_a_sweeper_reaches_first_is_made_anew(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, swept = Path.mkdir, list[Path]()
+
+    def made(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path, *args, **kwargs)
+        if path.parent == cache.tmp and not swept:
+            swept.extend(cache.sweep())
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    with cache.tmpdir() as path:
+        assert path.is_dir() and swept and path not in swept
 
 
 def test_a_waiting_build_can_be_cancelled(cache: Cache) -> None:

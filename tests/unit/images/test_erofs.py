@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.tars import DIRECTORY, FILE, HARD, LINK, archive
 
 from llm4agents import limits
 from llm4agents.errors import CapacityError, ProtocolError
 from llm4agents.images.erofs import BLOCK, Image, Inode
+from tests.tars import DIRECTORY, FILE, HARD, LINK, archive
 
 pytestmark = pytest.mark.skipif(shutil.which("fsck.erofs") is None, reason="erofs-utils is not installed")
 

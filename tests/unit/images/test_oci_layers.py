@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oci.make import Entry, folder, hard, layer, link, packed
 
 from llm4agents import limits
 from llm4agents.errors import CapacityError, InvalidRequestError, LLM4AgentsError
@@ -23,6 +22,7 @@ from llm4agents.images.oci import fitting, members, unpack
 from llm4agents.images.oci.layout import Layout
 from llm4agents.images.oci.reference import Local
 from llm4agents.images.oci.tree import Tree, split
+from tests.oci.make import Entry, folder, hard, layer, link, packed
 
 FORMS = (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from runner_process import Runner
+
+from tests.unit.runner.runner_process import Runner
 
 
 @pytest.fixture(scope="module")

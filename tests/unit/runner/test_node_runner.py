@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runner_process import WAIT_S, Cell
+
+from tests.unit.runner.runner_process import WAIT_S, Cell
 
 SERVICE = Path(__file__).parents[3] / "src/llm4agents/images/data/node/service.js"
 WARM = "// %%\n{ const a = 1; console.log(a) }\n// %%\nawait import('node:path')\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from runner_process import Cell, Runner
+
+from tests.unit.runner.runner_process import Cell, Runner
 
 
 def test_state_is_kept_and_the_last_value_comes_back(runner: Runner) -> None:

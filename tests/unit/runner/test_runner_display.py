@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 
 import pytest
-from runner_process import Runner
+
+from tests.unit.runner.runner_process import Runner
 
 FRAME = """
 class Frame:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runner_process import WAIT_S, Cell, Runner
+
+from tests.unit.runner.runner_process import WAIT_S, Cell, Runner
 
 
 def test_an_interrupt_ends_the_cell_and_keeps_its_variables(runner: Runner) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.api.served import Served, serving
 
 from llm4agents import config
 from llm4agents.errors import ConnectionLostError
 from llm4agents.sdk import _wire
 from llm4agents.sdk._sync.transport import Transport
+from tests.unit.api.served import Served, serving
 
 ONE = "sbx_" + "9" * 20
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tars import DIRECTORY, FILE, HARD, LINK, archive, reader
 
 from llm4agents import Downloaded, ProtectedPathError, Sandbox, protected
 from llm4agents.config import Settings
 from llm4agents.sdk._landing import Guard
 from llm4agents.sdk._untar import Unpacked, unpack
+from tests.tars import DIRECTORY, FILE, HARD, LINK, archive, reader
 
 
 def left_out(done: Unpacked) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tars import DIRECTORY, FILE, HARD, LINK, archive, reader
 
 from llm4agents import AsyncSandbox, GuestError, Sandbox
 from llm4agents.config import Settings
@@ -21,6 +20,7 @@ from llm4agents.sdk import _untar
 from llm4agents.sdk._runtime import async_fed
 from llm4agents.sdk._tar import Packer
 from llm4agents.sdk._untar import Unpacked, unpack
+from tests.tars import DIRECTORY, FILE, HARD, LINK, archive, reader
 
 ODD = os.fsdecode(b"odd \xff\n")
 

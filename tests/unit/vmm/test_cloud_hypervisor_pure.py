@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.cloud_hypervisor import schema
 
 from llm4agents.errors import CorruptSnapshotError, HostSetupError, VmmError
 from llm4agents.vmm import memory, merge, snapshot
 from llm4agents.vmm.base import Disk, MachineSpec, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, frozen, versions
+from tests.cloud_hypervisor import schema
 
 OPENAPI = "CLOUD_HYPERVISOR_OPENAPI"
 

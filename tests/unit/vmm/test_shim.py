@@ -14,12 +14,12 @@ import traceback
 from pathlib import Path
 
 import pytest
-from tests.shims import ROOT, SLEEP, console, ended, run_dir, started, status_of
 
 from llm4agents import binaries, limits
 from llm4agents.errors import BootError
 from llm4agents.vmm import procfs, shim, uids
 from llm4agents.vmm.waiting import readable
+from tests.shims import ROOT, SLEEP, console, ended, run_dir, started, status_of
 
 __all__ = ["run_dir"]
 

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.shims import ROOT, USER, as_user, console, ended, run_dir, started, status_of
 
 from llm4agents.errors import BootError
 from llm4agents.vmm import shim, uids
 from llm4agents.vmm.jail.closure import Closure, closure
 from llm4agents.vmm.waiting import readable
+from tests.shims import ROOT, USER, as_user, console, ended, run_dir, started, status_of
 
 __all__ = ["run_dir"]
 SHELL = os.path.realpath("/bin/sh")

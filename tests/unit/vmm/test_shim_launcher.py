@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.shims import ROOT, console, ended, run_dir, started, status_of
 
 from llm4agents.errors import BootError
 from llm4agents.vmm import shim, uids
 from llm4agents.vmm.waiting import readable
+from tests.shims import ROOT, console, ended, run_dir, started, status_of
 
 __all__ = ["run_dir"]
 pytestmark = pytest.mark.skipif(not ROOT, reason="a jailer runs as root")

@@ -13,7 +13,6 @@ import hashlib
 import os
 import platform
 import re
-import secrets
 import shutil
 import sys
 import venv
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from llm4agents import limits
+from llm4agents import limits, scratch
 from llm4agents.errors import HostSetupError
 
 Progress = Callable[[str, str, float | None], None]
@@ -99,52 +98,54 @@ async def _locked(cache: Path, progress: Progress) -> int:
 
 
 async def _build(cache: Path, progress: Progress) -> None:
-    destination = directory(cache)
-    # Named as the cache names what is being made, so that it sweeps what a dead builder left.
-    tmp = cache / "tmp" / f"{os.getpid()}-{_start_ticks()}-{secrets.token_hex(6)}"
     try:
-        progress("intercept", "making the interceptor's environment", 0.0)
-        tmp.parent.mkdir(parents=True, exist_ok=True)
-        with_pip = not _has_pip()
-        try:
-            await asyncio.to_thread(venv.EnvBuilder(symlinks=True, with_pip=with_pip).create, tmp)
-        except Exception as error:
-            raise HostSetupError(
-                f"{sys.executable} cannot make virtual environments: {error}",
-                hint="install its venv and ensurepip modules (Debian: python3-venv)",
-            ) from error
-        interpreter = tmp / "bin" / "python"
-        pip = (
-            [str(interpreter), "-m", "pip"]
-            if with_pip
-            else [sys.executable, "-m", "pip", "--python", str(interpreter)]
-        )
-        wanted = lock_file().read_text().count("==")
-        progress("intercept", f"downloading {wanted} Python packages", 0.1)
-        quiet = (
-            "--no-input",
-            "--disable-pip-version-check",
-            "--progress-bar",
-            "off",
-            "--no-warn-script-location",
-        )
-        # --ignore-installed: what a PYTHONPATH of the server's shows to pip is not in the environment.
-        wanted_packages = ("--ignore-installed", "--no-deps", "--require-hashes", "-r", str(lock_file()))
-        await _run([*pip, "install", *quiet, *wanted_packages])
-        progress("intercept", "checking it", 0.9)
-        await _run([str(interpreter), "-I", "-c", "import mitmproxy.proxy.layers, mitmproxy.proxy.server"])
-        for script in (tmp / "bin").iterdir():  # they name the directory this was made in
-            if not script.name.startswith("python"):
-                script.unlink()
-        await asyncio.to_thread(os.sync)  # thousands of files: one sync is quicker than an fsync of each
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        tmp.chmod(0o755)
-        tmp.rename(destination)
-        progress("intercept", "the interceptor's environment is ready", 1.0)
+        with scratch.held(cache / "tmp") as tmp:  # swept by the cache, should this be killed
+            try:
+                await _build_in(tmp, directory(cache), progress)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, tmp, True)
     except OSError as error:
         raise HostSetupError(f"the interceptor's environment cannot be made in {cache}: {error}") from error
-    finally:
-        await asyncio.to_thread(shutil.rmtree, tmp, True)
+
+
+async def _build_in(tmp: Path, destination: Path, progress: Progress) -> None:
+    progress("intercept", "making the interceptor's environment", 0.0)
+    with_pip = not _has_pip()
+    try:
+        await asyncio.to_thread(venv.EnvBuilder(symlinks=True, with_pip=with_pip).create, tmp)
+    except Exception as error:
+        raise HostSetupError(
+            f"{sys.executable} cannot make virtual environments: {error}",
+            hint="install its venv and ensurepip modules (Debian: python3-venv)",
+        ) from error
+    interpreter = tmp / "bin" / "python"
+    pip = (
+        [str(interpreter), "-m", "pip"]
+        if with_pip
+        else [sys.executable, "-m", "pip", "--python", str(interpreter)]
+    )
+    wanted = lock_file().read_text().count("==")
+    progress("intercept", f"downloading {wanted} Python packages", 0.1)
+    quiet = (
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--no-warn-script-location",
+    )
+    # --ignore-installed: what a PYTHONPATH of the server's shows to pip is not in the environment.
+    wanted_packages = ("--ignore-installed", "--no-deps", "--require-hashes", "-r", str(lock_file()))
+    await _run([*pip, "install", *quiet, *wanted_packages])
+    progress("intercept", "checking it", 0.9)
+    await _run([str(interpreter), "-I", "-c", "import mitmproxy.proxy.layers, mitmproxy.proxy.server"])
+    for script in (tmp / "bin").iterdir():  # they name the directory this was made in
+        if not script.name.startswith("python"):
+            script.unlink()
+    await asyncio.to_thread(os.sync)  # thousands of files: one sync is quicker than an fsync of each
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    tmp.chmod(0o755)
+    tmp.rename(destination)
+    progress("intercept", "the interceptor's environment is ready", 1.0)
 
 
 async def _run(command: list[str]) -> None:
@@ -190,10 +191,6 @@ def _has_pip() -> bool:
 def _base() -> str:
     """The interpreter that a venv made by this one refers to."""
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-
-
-def _start_ticks() -> str:
-    return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def main() -> None:

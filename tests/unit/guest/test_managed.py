@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from test_real_agent import alive, os_dup
 
 from llm4agents.errors import (
     ConflictError,
@@ -26,6 +25,7 @@ from llm4agents.guest.processes import Attached, ProcessInfo, Terminal
 from llm4agents.guest.results import ExitStatus
 from llm4agents.guest.verbs import Agent
 from tests.unit.guest.agent_process import Served, run
+from tests.unit.guest.test_real_agent import alive, os_dup
 
 MIB = 1_048_576
 # Numbered lines: what is lost or repeated shows, and a hash of all of it can be computed here.

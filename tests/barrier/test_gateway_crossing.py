@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -386,13 +387,14 @@ def test_policies_change_while_connections_come(box: tuple[Joined, Guest], gate:
         address = resolve(guest, "web.example.com")
         assert address is not None
         request = b"GET / HTTP/1.1\r\nHost: web.example.com\r\n\r\n"
-        floods = guest._thread.submit(lambda: None)
+        begun = threading.Semaphore(0)
+        floods = [guest._thread.submit(_burst, address, request, begun) for _ in range(20)]
         for number in range(40):
-            if floods.done():
-                floods = guest._thread.submit(_burst, address, request)
             joined.set("none" if number % 2 else network)
-            time.sleep(0.02)
-        floods.result(60)
+            for _ in range(30):  # the next change after so many connections of the 1,200
+                assert begun.acquire(timeout=20)
+        for flood in floods:
+            flood.result(60)
         joined.set(network)
         eventually(lambda: gate.ask("stats")["flows"] == 0, 20)
         for _ in range(20):
@@ -400,7 +402,7 @@ def test_policies_change_while_connections_come(box: tuple[Joined, Guest], gate:
                 assert get(sock, "web.example.com").startswith(b"HTTP/1.1 200")
 
 
-def _burst(address: str, request: bytes) -> None:
+def _burst(address: str, request: bytes, begun: threading.Semaphore) -> None:
     socks = []
     for number in range(60):
         sock = socket.socket()
@@ -409,5 +411,6 @@ def _burst(address: str, request: bytes) -> None:
         with contextlib.suppress(OSError):
             sock.connect((address, 80))
             sock.sendall(request[: len(request) if number % 3 else 9])
+        begun.release()
     for sock in socks:
         sock.close()

@@ -218,7 +218,7 @@ async def test_leaves_without_server_and_sandboxes_only(make: Made) -> None:
     assert first.up
     await ask(first, "join", sandbox="sbx_a")
     await first.close(keep=True)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # again: that it stays is what is seen
     assert workers.running(make.run)
     second = make(spec)
     await second.start()

@@ -134,8 +134,22 @@ def test_one_that_switches_itself_off_or_stands_still_can_be_ended(arena: Arena)
     node = arena.node
     boxes = {how: arena.create() for how in MAY_END}
     for how, script in MAY_END.items():
-        arena.later(boxes[how], script)
-    time.sleep(1)
+        arena.later(boxes[how], f"{script}; echo > /run/acted")
+
+    def acted(sandbox: str) -> bool:
+        """It has ended, stands still, or goes on."""
+        if node.get(sandbox)["state"] in ("failed", "killed"):
+            return True
+        try:
+            found = node.http.post(
+                f"/v1/sandboxes/{sandbox}/exec", json={"command": "test -e /run/acted"}, timeout=2 * PATIENCE
+            )
+        except httpx.TimeoutException:
+            return True
+        return found.status_code != 200 or bool(found.json()["exit_code"] == 0)
+
+    for sandbox in boxes.values():
+        eventually(lambda sandbox=sandbox: acted(sandbox))  # type: ignore[misc]
     arena.answers()
     for sandbox in boxes.values():
         node.http.delete(f"/v1/sandboxes/{sandbox}")

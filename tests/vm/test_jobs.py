@@ -272,7 +272,7 @@ def test_a_run_that_ended_while_no_server_lived_has_its_real_end(node: Node) -> 
     run_in(node, job, "running")
     run_in(node, beat, "done")
     node.kill9()
-    time.sleep(2.5)
+    time.sleep(2.5)  # its end, in a guest that nobody can ask: no server lives
     node.start()
     run = run_in(node, job, "done")
     assert run["result"]["exit_code"] == 7 and output(node, job) == b"real end\n"

@@ -30,7 +30,7 @@ def test_a_run_sleeps_with_its_sandbox_and_goes_on(node: Node) -> None:
     assert output(node, job, wait_s=10) == b"one\n"
     pause(node, sandbox)
     assert run_in(node, job, "running")["sequence"] == 1
-    time.sleep(3.5)
+    time.sleep(3.5)  # longer than the command would have taken: that nothing happens is what is seen
     assert node.get(sandbox)["state"] == "paused", "a running job wakes nobody"
     node.kill9()
     node.start()
@@ -93,7 +93,7 @@ def test_usage_of_pauses_is_their_length_to_the_nanosecond(node: Node) -> None:
     sandbox = node.create()
     for _ in range(2):
         pause(node, sandbox)
-        time.sleep(0.3)
+        time.sleep(0.3)  # a pause of some length, which is what is measured
         resume(node, sandbox)
         node.kill9()
         node.start()

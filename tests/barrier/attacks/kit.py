@@ -11,6 +11,7 @@ import ast
 import base64
 import contextlib
 import errno
+import fcntl
 import functools
 import http.server
 import json
@@ -22,6 +23,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -38,8 +40,8 @@ KEPT: dict[Any, Any] = {}
 __all__ = [
     "BROADCAST", "GATEWAY", "GATEWAY_MAC", "GUEST", "GUEST_MAC", "KEPT", "LAB_CA", "NIC", "Any", "arp", "base64",
     "checksum", "client_hello", "contextlib", "dns_answer", "dns_query", "errno", "exchange", "fetch", "frame",
-    "h2", "h2_fields", "h2_frame", "h2_request", "handshake", "http", "icmp", "icmp6", "ip4", "ip6", "json",
-    "name_of", "os", "packet_socket", "raw_http", "re", "records", "resolve", "select", "send", "socket", "ssl",
+    "h2", "h2_fields", "h2_frame", "h2_request", "handshake", "http", "icmp", "icmp6", "in_pieces", "ip4", "ip6",
+    "json", "name_of", "os", "packet_socket", "raw_http", "re", "records", "resolve", "select", "send", "socket", "ssl",
     "struct", "subprocess", "tcp", "tcp_segment", "threading", "time", "tls", "tls_context", "udp", "udp_packet",
     "why", "ws_frame",
 ]  # fmt: skip
@@ -80,6 +82,17 @@ def _read(
     return "answered", data
 
 
+def in_pieces(sock: socket.socket, pieces: tuple[bytes, ...] | list[bytes]) -> None:
+    """Each in a segment of its own: the next one goes when the other side has acknowledged all before it, which its
+    kernel does once they are read; one who only peeks is not waited for long."""
+    waiting = threading.Event()
+    for piece in pieces:
+        sock.sendall(piece)
+        end = time.monotonic() + 0.01
+        while struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0] and time.monotonic() < end:
+            waiting.wait(0.001)
+
+
 def tcp(
     address: str,
     port: int,
@@ -87,10 +100,10 @@ def tcp(
     timeout: float = 4,
     limit: int = 1,
     until: bytes | None = None,
-    pause: float = 0,
     family: int = 0,
 ) -> dict[str, Any]:
-    """Connect, send the pieces, read until `limit` bytes, `until` or the end. `outcome`: "answered", or `why`."""
+    """Connect, send the pieces, each a segment, read until `limit` bytes, `until` or the end. `outcome`: "answered",
+    or `why`."""
     start, got = time.monotonic(), b""
     try:
         found = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0]
@@ -98,10 +111,7 @@ def tcp(
             sock.settimeout(timeout)
             sock.connect(found[4])
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for piece in data:
-                sock.sendall(piece)
-                if pause:
-                    time.sleep(pause)
+            in_pieces(sock, data)
             outcome, got = _read(sock, b"", limit, until)
     except OSError as error:
         outcome = why(error)
@@ -327,11 +337,9 @@ def records(handshake: bytes, size: int = 16_384) -> bytes:
     return b"".join(b"\x16\x03\x01" + _vector(piece, 2) for piece in pieces)
 
 
-def handshake(
-    address: str, *pieces: bytes, port: int = 443, pause: float = 0.05, timeout: float = 4
-) -> dict[str, Any]:
+def handshake(address: str, *pieces: bytes, port: int = 443, timeout: float = 4) -> dict[str, Any]:
     """Records by hand, in as many segments as pieces. `answer`: "hello" (a server did), "alert N", or as of `tcp`."""
-    found = tcp(address, port, *pieces, timeout=timeout, limit=7, pause=pause)
+    found = tcp(address, port, *pieces, timeout=timeout, limit=7)
     data = found["data"]
     if data[:1] == b"\x16":
         found["answer"] = "hello"

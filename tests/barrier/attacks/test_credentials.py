@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.barrier.attacks.guest import Case
-from tests.barrier.attacks.kit import Any, fetch, raw_http, resolve, socket, time, tls_context, ws_frame
+from tests.barrier.attacks.kit import Any, fetch, in_pieces, raw_http, resolve, socket, tls_context, ws_frame
 from tests.barrier.world import Arrival
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -139,9 +139,7 @@ def send_slowly(pieces: list[bytes], host: str, *, secure: bool = True) -> bytes
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock = tls_context(verify=False).wrap_socket(plain, server_hostname=host) if secure else plain
         sock.settimeout(8)
-        for piece in pieces:
-            sock.sendall(piece)
-            time.sleep(0.02)
+        in_pieces(sock, pieces)
         try:
             while piece := sock.recv(65_536):
                 got += piece

@@ -148,8 +148,8 @@ def slow_loris(address: str, count: int, seconds: float) -> int:
             sock.sendall(b"GET /")
             held.append(sock)
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(1)
+    while held and time.monotonic() < end:
+        time.sleep(1)  # a byte a second is the attack
         for sock in list(held):
             try:
                 sock.sendall(b"a")
@@ -231,7 +231,7 @@ def test_a_reader_that_does_not_read(case: Case) -> None:
             sock = socket.create_connection((host, 80), 5)
             sock.sendall(f"GET /big?bytes=100000000000 HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             held.append(sock)
-        time.sleep(seconds)
+        time.sleep(seconds)  # that nobody reads for so long is the attack
         return len(held)
 
     held, growth = watched(case, GATEWAY, lambda: case.guest.run(unread, NAME, 20, 3.0))

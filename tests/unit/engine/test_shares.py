@@ -13,7 +13,8 @@ from llm4agents import limits
 from llm4agents import recipe as recipes
 from llm4agents.engine import parts
 from llm4agents.engine.building.buildlog import BuildLog
-from llm4agents.engine.building.builds import Builds, Wanted, _Build
+from llm4agents.engine.building.builds import Builds, _Build
+from llm4agents.engine.building.making import Wanted
 from llm4agents.engine.parts import Shape
 from llm4agents.engine.volume_files import VolumeFiles, _Reader
 from llm4agents.errors import CapacityError, QuotaError

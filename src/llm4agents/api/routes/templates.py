@@ -20,7 +20,7 @@ from llm4agents.api.models import Body, Name
 from llm4agents.api.routes.files import chunks, drain
 from llm4agents.engine import names
 from llm4agents.engine.building.buildlog import Listener
-from llm4agents.engine.building.builds import Wanted
+from llm4agents.engine.building.making import Wanted
 from llm4agents.errors import ConflictError, LLM4AgentsError, NotFoundError, TemplateNotFoundError
 
 router = APIRouter(prefix="/v1/templates")

@@ -71,12 +71,12 @@ SHAPES_MAX: Final = 24
 BUILDS_PER_PROJECT_MAX: Final = 8
 """Under way at once."""
 STEPS_CACHE_BYTES_MAX: Final = 21_474_836_480
-"""Of the disks kept after steps, all together; those used least recently go first."""
+"""Of the disks kept after steps, all together; of the project that has most, those used least recently go first."""
 BUILD_LOG_BYTES_MAX: Final = 4_194_304
 """Of what one build has said; the newest is kept."""
 BUILD_LOG_LINE_BYTES_MAX: Final = 8_192
 BUILD_LOGS_MAX: Final = 256
-"""Of templates, one each: those of the oldest builds go first."""
+"""Of templates, one each; of the project that has most, those of the oldest builds go first."""
 COPY_BYTES_MAX: Final = 2_147_483_648
 """Of the files of one copy, as a tar."""
 COPY_ENTRIES_MAX: Final = 200_000
@@ -378,7 +378,9 @@ CAPTURE_BYTES_MAX: Final = 268_435_456
 CAPTURE_BYTES_DEFAULT: Final = 67_108_864
 CAPTURE_BYTES_MIN: Final = 65_536
 CAPTURES_KEPT_MAX: Final = 64
-"""Of one node, those under way and those of sandboxes that have ended."""
+"""Of one node, those under way and those of sandboxes that have ended; these go first, of the project that has most."""
+CAPTURES_PER_PROJECT_MAX: Final = 16
+"""Of them, of one project."""
 AUDIT_RECORDS_MAX: Final = 10_000
 """In one answer."""
 WORKER_IDLE_EXIT_S: Final = 60.0

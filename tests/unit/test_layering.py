@@ -10,9 +10,10 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries", "protected", "recipe", "scratch", "tarblocks"}
+BASE = {"errors", "config", "limits", "binaries", "fair", "protected", "recipe", "scratch", "tarblocks"}
 MAY_IMPORT = {
     "errors": set(),
+    "fair": set(),
     "limits": set(),
     "protected": set(),
     "recipe": {"errors", "limits"},
@@ -66,6 +67,7 @@ PURE = [
     "barrier/policy.py",
     "barrier/why.py",
     "errors.py",
+    "fair.py",
     "limits.py",
     "protected.py",
     "recipe.py",

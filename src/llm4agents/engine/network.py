@@ -104,7 +104,7 @@ class Networks:
             user=_user,
         )
         self.captures = Captures(
-            settings.state, self.barrier.worker, self._sockets, self.barrier.packet_socket
+            settings.state, self.barrier.worker, self._sockets, self.barrier.packet_socket, self._ended
         )
         secrets.on_change.append(self._rotated)
 
@@ -143,6 +143,10 @@ class Networks:
 
     def _known(self, sandbox: str) -> bool:
         return sandbox in self._machines or self._store.get(sandbox) is not None
+
+    def _ended(self, sandbox: str) -> bool:
+        row = self._store.get(sandbox)
+        return sandbox not in self._machines and (row is None or row.state in TERMINAL)
 
     @property
     def names(self) -> Path:
@@ -374,7 +378,7 @@ class Networks:
                 f"{row.id} has no link to capture: {await self._problem(row)}",
                 hint="pause and resume it, once llm4agents doctor is content",
             )
-        await self.captures.start(row.id, bytes_max, running=running)
+        await self.captures.start(row.id, bytes_max, owner=row.project, running=running)
 
     async def _problem(self, row: SandboxRow) -> str | None:
         if row.state != "running":

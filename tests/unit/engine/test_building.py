@@ -186,7 +186,7 @@ def test_disks_are_kept_found_and_the_least_used_go_first(tmp_path: Path) -> Non
         async def fill(path: Path) -> None:
             path.write_bytes(text * 100_000)
 
-        await steps.keep(key, "f" * 64, "run x", fill, anew=anew)
+        await steps.keep(key, "f" * 64, "run x", fill, project="default", anew=anew)
 
     async def run() -> None:
         for key in keys:
@@ -210,6 +210,53 @@ def test_disks_are_kept_found_and_the_least_used_go_first(tmp_path: Path) -> Non
     about.write_text(about.read_text().replace("f" * 64, digest))
     asyncio.run(Cache(tmp_path).prune())
     assert Cache(tmp_path).blob(digest) is not None
+
+
+def test_of_kept_disks_the_project_that_has_most_gives_way(tmp_path: Path) -> None:
+    steps = StepCache(Cache(tmp_path))
+
+    async def fill(path: Path) -> None:
+        path.write_bytes(b"x" * 100_000)
+
+    def key(project: str, at: int) -> str:
+        return f"{project}{at}".ljust(64, "0")
+
+    async def run() -> None:
+        for at, project in enumerate(["few"] + ["many"] * 5):  # the oldest of all is the one of `few`
+            await steps.keep(key(project, at), "f" * 64, "run x", fill, project=project, anew=False)
+            os.utime(tmp_path / "steps" / key(project, at) / ABOUT, (at, at))
+
+    asyncio.run(run())
+    gone = steps.evict(350_000, but={key("many", 1)})  # a build goes on from it
+    assert [Path(path).name for path in gone] == [key("many", 2), key("many", 3), key("many", 4)]
+    assert {path.name for path in (tmp_path / "steps").iterdir()} == {
+        key("few", 0),
+        key("many", 1),
+        key("many", 5),
+    }
+    # One of an older version says no project; it counts, and goes like any other.
+    about = tmp_path / "steps" / key("many", 1) / ABOUT
+    about.write_text(
+        json.dumps({name: x for name, x in json.loads(about.read_text()).items() if name != "project"})
+    )
+    assert steps.find(key("many", 1)) is not None and len(steps.evict(0)) == 3
+
+
+def test_build_logs_of_one_project_push_out_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "BUILD_LOGS_MAX", 4)
+
+    async def run() -> None:
+        log = BuildLog()
+        log.add({"type": "build"})
+        for at, name in enumerate(["old@prj_a", *(f"t{at}@prj_b" for at in range(5))]):
+            log.write(tmp_path / f"{name}.jsonl", lambda name: name.partition("@")[2])
+            os.utime(tmp_path / f"{name}.jsonl", (at, at))
+        log.write(tmp_path / "t4@prj_b.jsonl", lambda name: name.partition("@")[2])
+
+    asyncio.run(run())
+    assert {path.stem for path in tmp_path.iterdir()} == {"old@prj_a", "t2@prj_b", "t3@prj_b", "t4@prj_b"}
 
 
 def test_what_a_build_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from llm4agents.barrier import wire
 from llm4agents.barrier.capture import pcap
 from llm4agents.barrier.workers import OnUp, Spec, Worker, WorkerError
 from llm4agents.errors import CapacityError, InvalidRequestError, LLM4AgentsError, NotFoundError
+from llm4agents.fair import Held, surplus
 
 log = structlog.get_logger()
 PREFIX = "capture-"
@@ -32,7 +33,7 @@ class Captures:
     """Belongs to one event loop.
 
     `sockets(sandbox)` gives its link's descriptors and `pidfd` (the callee's copies are closed here), None when it does
-    not run; `packet_socket(netns)` one that sees its packets.
+    not run; `packet_socket(netns)` one that sees its packets; `ended(sandbox)` whether it never runs again.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Captures:
         worker: Callable[[Spec, OnUp], Worker],
         sockets: Callable[[str], Awaitable[dict[str, int] | None]],
         packet_socket: Callable[[int], Awaitable[int]],
+        ended: Callable[[str], bool],
     ) -> None:
         self._root = state / "barrier"
         self._make, self._sockets, self._packet_socket = worker, sockets, packet_socket
+        self._ended = ended
         self._workers: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -51,9 +54,12 @@ class Captures:
 
     # -- what is asked for ----------------------------------------------------------------------------------
 
-    async def start(self, sandbox: str, bytes_max: int | None = None, *, running: bool = True) -> None:
+    async def start(
+        self, sandbox: str, bytes_max: int | None = None, *, owner: str = "", running: bool = True
+    ) -> None:
         """Capture from now on, in at most so many bytes of disk; with `running` False from its resume on. One that is
-        captured already goes on as it is. What an earlier capture of it has written is gone.
+        captured already goes on as it is. What an earlier capture of it has written is gone. `owner`: whose share of
+        all captures it is of.
 
         Raises InvalidRequestError, CapacityError, HostSetupError.
         """
@@ -66,9 +72,9 @@ class Captures:
             if running and sandbox not in self._workers:  # it could not be resumed: once more
                 await self._run(sandbox)
             return
-        self._make_room()
+        self._make_room(sandbox, owner)
         self._clear(sandbox)
-        self._write(sandbox, {"bytes_max": most, "since": time.time(), "wanted": True})
+        self._write(sandbox, {"bytes_max": most, "since": time.time(), "wanted": True, "owner": owner})
         if not running:
             return
         try:
@@ -180,19 +186,33 @@ class Captures:
         finally:
             wire.close(held)
 
-    def _make_room(self) -> None:
-        found = sorted(self._root.glob(f"{PREFIX}*.json"), key=lambda path: path.stat().st_mtime)
-        for path in found:
-            if len(found) < limits.CAPTURES_KEPT_MAX:
-                break
-            sandbox = path.stem.removeprefix(PREFIX)
-            if self._wanted(sandbox) is None:
-                self._clear(sandbox)
-                found = [other for other in found if other != path]
-        if len(found) >= limits.CAPTURES_KEPT_MAX:
-            raise CapacityError(f"{len(found)} sandboxes are captured already", hint="net capture --stop")
+    def _make_room(self, sandbox: str, owner: str) -> None:
+        """For one more of `owner`: of those that have ended the owner's own go first, then those of who has most.
+        Raises CapacityError, and then nothing is gone."""
+        held = []
+        for path in self._root.glob(f"{PREFIX}*.json"):
+            about = self._about(ident := path.stem.removeprefix(PREFIX)) or {}
+            if ident != sandbox:
+                wanted = about.get("wanted", False) and not self._ended(ident)
+                held.append(Held(about.get("owner", ""), path.stat().st_mtime, ident, fixed=wanted))
+        most = limits.CAPTURES_PER_PROJECT_MAX
+        own = [one for one in held if one.owner == owner]
+        gone = surplus(own, most - 1)
+        if len(own) - len(gone) >= most:
+            raise CapacityError(
+                f"{most} sandboxes of the project are captured already", hint="net capture ID --stop ends one"
+            )
+        held = [one for one in held if one.item not in gone]
+        gone += (more := surplus(held, limits.CAPTURES_KEPT_MAX - 1))
+        if len(held) - len(more) >= limits.CAPTURES_KEPT_MAX:
+            raise CapacityError(
+                f"{limits.CAPTURES_KEPT_MAX} sandboxes of the server are captured already",
+                hint="try again later, or ask whoever runs the server",
+            )
         if shutil.disk_usage(self._root.parent).free < limits.DISK_FREE_BYTES_MIN:
             raise CapacityError("there is no room for a capture: the host's disk is full", hint="free space")
+        for ident in gone:
+            self._clear(ident)
 
     def _directory(self, sandbox: str) -> Path:
         return self._root / f"{PREFIX}{sandbox}"
@@ -207,6 +227,7 @@ class Captures:
                 "bytes_max": int(body["bytes_max"]),
                 "since": float(body["since"]),
                 "wanted": bool(body["wanted"]),
+                "owner": str(body.get("owner") or ""),
             }
         except (OSError, ValueError, KeyError, TypeError):
             return None

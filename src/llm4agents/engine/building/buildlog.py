@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm4agents import limits
+from llm4agents.fair import Held, surplus
 
 Listener = Callable[[dict[str, Any]], None]
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
@@ -93,8 +94,9 @@ class BuildLog:
             text = text[: limits.BUILD_LOG_LINE_BYTES_MAX]
             self.add({"type": "log", "step": step, "stream": _STREAMS[channel], "text": text})
 
-    def write(self, path: Path) -> None:
-        """Whole, in the place of what an earlier build has left there. Raises OSError."""
+    def write(self, path: Path, owner: Callable[[str], str] = lambda name: "") -> None:
+        """Whole, in the place of what an earlier build has left there. `owner` says whose the log of a template is:
+        past their bound the oldest of the owner of most go. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         tmp = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -104,7 +106,7 @@ class BuildLog:
             tmp.replace(path)
         finally:
             tmp.unlink(missing_ok=True)
-        _bound(path.parent)
+        _bound(path.parent, owner)
 
 
 def read(path: Path) -> list[dict[str, Any]] | None:
@@ -119,7 +121,7 @@ def _size(event: dict[str, Any]) -> int:
     return 64 + len(str(event.get("text") or event.get("detail") or ""))
 
 
-def _bound(directory: Path) -> None:
-    found = sorted(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for path in found[: -limits.BUILD_LOGS_MAX]:
+def _bound(directory: Path, owner: Callable[[str], str]) -> None:
+    found = [Held(owner(path.stem), path.stat().st_mtime, path) for path in directory.glob("*.jsonl")]
+    for path in surplus(found, limits.BUILD_LOGS_MAX):
         path.unlink(missing_ok=True)

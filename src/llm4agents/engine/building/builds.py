@@ -18,7 +18,7 @@ import structlog
 
 from llm4agents import limits
 from llm4agents import recipe as recipes
-from llm4agents.engine import parts
+from llm4agents.engine import names, parts
 from llm4agents.engine.building import buildlog
 from llm4agents.engine.building.buildlog import BuildLog, Listener
 from llm4agents.engine.building.freezing import Workshop
@@ -177,7 +177,7 @@ class Builds:
         else:
             build.log.add({"type": "end", "state": "done"})
         with contextlib.suppress(OSError):
-            build.log.write(self._log_of(build.wanted.name))
+            build.log.write(self._log_of(build.wanted.name), lambda name: names.project_of(name) or "")
 
     async def _end(self, build: _Build, why: str) -> None:
         assert build.task is not None

@@ -88,6 +88,8 @@ class Making:
         self.steps, self.copies = StepCache(workshop.cache), Copies(workshop.cache)
         self._workshop, self._templates, self._networks = workshop, templates, networks
         self._registries, self._find = registries, find
+        self._at: dict[Work, str] = {}
+        """The key of the kept disk that each goes on from."""
 
     async def make(self, work: Work, driver: Driver) -> Made:
         """The template, and its disks kept. Raises what `Builds.build` does."""
@@ -109,10 +111,11 @@ class Making:
             # A project's own: what a step fetched with its credentials is nobody else's.
             first = recipes.digest({"project": wanted.project, "begin": begin.key})
             keys = recipes.chain(first, recipe.steps)
-            kept, state = await self._run_steps(work, driver, begin, keys)
-            made = await self._freeze(work, driver, begin, state, kept, keys[-1] if keys else first)
-        await asyncio.to_thread(self.steps.evict)
-        return made
+            try:
+                kept, state = await self._run_steps(work, driver, begin, keys)
+                return await self._freeze(work, driver, begin, state, kept, keys[-1] if keys else first)
+            finally:
+                self._at.pop(work, None)
 
     async def _run_steps(
         self, work: Work, driver: Driver, begin: Begin, keys: list[str]
@@ -125,6 +128,7 @@ class Making:
         at, kept = -1, None
         if not wanted.force and (found := self.steps.last(keys)) is not None:
             at, kept = found
+            self._at[work] = kept.key
         for done in range(at + 1):
             self._told(work, done, "cached" if steps[done].on_disk else "set")
         if not any(step.on_disk for step in steps[at + 1 :]):
@@ -159,8 +163,12 @@ class Making:
                         begin.made_of.rootfs_digest,
                         step.words(),
                         lambda path: machine.copy_disk(path, self._networks),
+                        project=wanted.project,
                         anew=wanted.force,
                     )
+                    self._at[work] = kept.key
+                    # At each, so that a build that is long, or ends in an error, is held to it too.
+                    await asyncio.to_thread(self.steps.evict, but=set(self._at.values()))
                 except BaseException:
                     self._told(work, number, "failed", began)
                     raise

@@ -1,4 +1,4 @@
-"""The disks kept after the steps of builds, by the digest of all that went in. Bounded; blocks little.
+"""The disks kept after the steps of builds, by the digest of all that went in. Bounded, and fairly; blocks little.
 
 `CACHE/steps/KEY/` holds `upper.raw` (a whole disk, mostly holes) and `step.json`. It is there whole or not at all.
 Not here: doing a step (`guest`), what a key is made of (`recipe`).
@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from llm4agents import limits
+from llm4agents.fair import Held, surplus
 from llm4agents.images.cache import Cache, tree_bytes
 from llm4agents.images.process import in_thread
 
@@ -59,7 +60,14 @@ class StepCache:
         return None
 
     async def keep(
-        self, key: str, rootfs: str, words: str, fill: Callable[[Path], Awaitable[None]], *, anew: bool
+        self,
+        key: str,
+        rootfs: str,
+        words: str,
+        fill: Callable[[Path], Awaitable[None]],
+        *,
+        project: str,
+        anew: bool,
     ) -> Kept:
         """Keep what `fill` writes to the path it is given. `rootfs`: the digest of what lies under it. `anew`: in the
         place of one that is there. Raises CapacityError; then there is nothing of it."""
@@ -70,7 +78,7 @@ class StepCache:
             await fill(made / UPPER)
             (made / UPPER).chmod(0o400)
             about = {"format": FORMAT, "key": key, "rootfs": rootfs, "words": words, "made_at": time.time()}
-            (made / ABOUT).write_text(json.dumps(about, indent=1))
+            (made / ABOUT).write_text(json.dumps({**about, "project": project}, indent=1))
 
             def publish() -> None:
                 if anew and dest.exists():
@@ -81,21 +89,25 @@ class StepCache:
         return Kept(key, dest / UPPER)
 
     def evict(
-        self, bytes_max: int = limits.STEPS_CACHE_BYTES_MAX, *, unused_s: float | None = None
+        self,
+        bytes_max: int = limits.STEPS_CACHE_BYTES_MAX,
+        *,
+        unused_s: float | None = None,
+        but: Container[str] = (),
     ) -> list[str]:
-        """Remove those used least recently until the rest fits, and (`unused_s`) all that were not used for so long;
-        their paths."""
-        found = []
+        """Remove disks until the rest fits, each time the least recently used of the project that has most, and
+        (`unused_s`) all that were not used for so long; their paths. Never those of the keys `but`."""
+        held, gone, now = list[Held[Path]](), list[Path](), time.time()
         for path in self._root.iterdir() if self._root.is_dir() else []:
-            used = 0.0
-            with contextlib.suppress(OSError):
+            used, project = 0.0, ""  # of one that is not in order, or older than that it is written down
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
                 used = (path / ABOUT).stat().st_mtime
-            found.append((used, tree_bytes(path), path))
-        total, gone, now = sum(size for _, size, _ in found), [], time.time()
-        for used, size, path in sorted(found):
-            if total <= bytes_max and (unused_s is None or now - used < unused_s):
-                continue
+                project = str(json.loads((path / ABOUT).read_text()).get("project") or "")
+            if unused_s is not None and now - used >= unused_s and path.name not in but:
+                gone.append(path)
+            else:
+                held.append(Held(project, used, path, tree_bytes(path), fixed=path.name in but))
+        gone += surplus(held, bytes_max)
+        for path in gone:
             shutil.rmtree(path, ignore_errors=True)
-            total -= size
-            gone.append(str(path))
-        return gone
+        return [str(path) for path in gone]

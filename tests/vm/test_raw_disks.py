@@ -19,7 +19,8 @@ import pytest
 from llm4agents import config
 from llm4agents.config import Settings
 from llm4agents.engine.bounds import Bounds
-from llm4agents.engine.engine import Engine, Wish
+from llm4agents.engine.engine import Engine
+from llm4agents.engine.wish import Wish
 from llm4agents.errors import LLM4AgentsError, VersionMismatchError
 from llm4agents.store import open_store
 from llm4agents.vmm.base import Capabilities

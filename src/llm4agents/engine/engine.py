@@ -1,6 +1,7 @@
 """The engine: every sandbox of one node, and what can be asked of it. One per server, on one event loop.
 
-Not here: HTTP (api), how each step is done (`creation`, `adoption`, `live`, `templates`, `calls`).
+Not here: HTTP (api), what a caller may wish for (`wish`), how each step is done (`creation`, `adoption`, `live`,
+`templates`, `calls`).
 """
 
 from __future__ import annotations
@@ -9,19 +10,16 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
 import structlog
 
-from llm4agents import limits
 from llm4agents.barrier.vault import Vault
 from llm4agents.config import Settings
 from llm4agents.engine import (
     adoption,
-    attached,
     clock,
     contact,
     creation,
@@ -30,14 +28,11 @@ from llm4agents.engine import (
     names,
     parts,
     top,
-    tops,
 )
 from llm4agents.engine import host as hosts
 from llm4agents.engine.acts import Acts
 from llm4agents.engine.admission import Admission, Policy
-from llm4agents.engine.attached import Mount
 from llm4agents.engine.audit import Audit
-from llm4agents.engine.bounds import Bounds
 from llm4agents.engine.building.builds import Builds
 from llm4agents.engine.creation import Origin
 from llm4agents.engine.feed import Feed
@@ -48,11 +43,9 @@ from llm4agents.engine.keys import Keys
 from llm4agents.engine.live import Live
 from llm4agents.engine.logs import Logs
 from llm4agents.engine.metrics import Metrics
-from llm4agents.engine.network import Asked, Networks, own_addresses
+from llm4agents.engine.network import Networks, own_addresses
 from llm4agents.engine.node import Node, Places
-from llm4agents.engine.parts import Variant
 from llm4agents.engine.pool import Pool
-from llm4agents.engine.principal import DEFAULT
 from llm4agents.engine.projects import Projects
 from llm4agents.engine.protecting import Protecting
 from llm4agents.engine.quotas import Quotas, share_of
@@ -60,10 +53,10 @@ from llm4agents.engine.reach import Reach
 from llm4agents.engine.repeats import Repeats
 from llm4agents.engine.secrets import Secrets
 from llm4agents.engine.templates import Templates
-from llm4agents.engine.traffic import Traffic
 from llm4agents.engine.usage import Meter
 from llm4agents.engine.volume_files import VolumeFiles
 from llm4agents.engine.volumes import Volumes
+from llm4agents.engine.wish import Wish
 from llm4agents.errors import (
     CapacityError,
     ConflictError,
@@ -85,40 +78,6 @@ log = structlog.get_logger()
 
 FORGET_S = 30 * 86_400
 """How long ended sandboxes are listed; their events stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a caller wants of a new sandbox. Seconds; MiB."""
-
-    template: str = limits.DEFAULT_TEMPLATE
-    idle_timeout_s: float = limits.IDLE_TIMEOUT_S
-    life_s: float = limits.LIFE_S_MAX
-    vcpus: int = limits.DEFAULT_VCPUS
-    memory_mib: int = limits.DEFAULT_MEMORY_MIB
-    env: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    require_kvm: bool = False
-    vmm: str | None = None
-    """The VMM it is to run on; None: the server's choice."""
-    nested: bool = False
-    """Whether it gets a `/dev/kvm` that works."""
-    bounds: Bounds = field(default_factory=Bounds)
-    wait_s: float = 0.0
-    """How long to queue for room on a node that is full."""
-    on_timeout: str = "kill"
-    auto_resume: bool = True
-    keep_s: float = limits.KEEP_S
-    network: Any = None
-    """As in docs/howto/network.md; None: the server's default."""
-    protect: tuple[str, ...] = ()
-    """Paths of the template to have read-only, as `protecting.wanted` gives them."""
-    public: bool = False
-    """Whether anybody may reach its ports."""
-    project: str = DEFAULT
-    """Whose it is; `template` is then a ref (`engine.names`)."""
-    volumes: tuple[Mount, ...] = ()
-    """As `attached.wanted` gives them."""
 
 
 class Engine(Acts):
@@ -319,7 +278,7 @@ class Engine(Acts):
         self.quotas.charge(ident, share)
         try:
             if pooled is not None:
-                row = self._row(ident, wish, asked, pooled.variant, can.accelerator)
+                row = wish.row(ident, asked, pooled.variant, can.accelerator)
                 live = await creation.hand_over(
                     row,
                     pooled.variant,
@@ -337,7 +296,7 @@ class Engine(Acts):
                 variant, snapshot = self.templates.ready(shape) or await self.templates.variant(
                     shape, progress
                 )
-                row = self._row(ident, wish, asked, variant, can.accelerator)
+                row = wish.row(ident, asked, variant, can.accelerator)
                 row.volumes = await self.volumes.claim(ident, wish.project, wish.volumes, variant.left_slots)
                 protection = await self.protecting.of(row, variant, snapshot)
                 async with self.admission.turn():
@@ -368,37 +327,6 @@ class Engine(Acts):
             self.creating -= 1
             if self.store.checkpoint_due():
                 self._spawn(asyncio.to_thread(self.store.checkpoint))
-
-    def _row(self, ident: str, wish: Wish, asked: Asked, variant: Variant, accelerator: str) -> SandboxRow:
-        now = clock.wall_s()
-        return SandboxRow(
-            id=ident,
-            template=wish.template,
-            template_key=variant.key,
-            state="creating",
-            created_at=now,
-            life_ends_at=now + wish.life_s,
-            idle_timeout_s=wish.idle_timeout_s,
-            vcpus=wish.vcpus,
-            memory_mib=wish.memory_mib,
-            disk_gib=limits.DISK_GIB,
-            metadata=dict(wish.metadata),
-            accelerator=accelerator,
-            limits=wish.bounds.to_json(),
-            life_s=wish.life_s,
-            on_timeout=wish.on_timeout,
-            auto_resume=wish.auto_resume,
-            keep_s=wish.keep_s,
-            network=asked.network,
-            protect=list(wish.protect) or None,
-            disk=tops.of(variant.disk_format).chain(),
-            vmm=variant.vmm,
-            nested=variant.nested,
-            defaults=variant.defaults,
-            project=wish.project,
-            volumes=attached.stored(attached.left(variant.left_slots)),
-            traffic=Traffic(public=wish.public).stored(),
-        )
 
     def get(self, sandbox: str) -> SandboxRow:
         """The row of a sandbox, alive or ended. Raises SandboxNotFoundError."""

@@ -1,12 +1,11 @@
-"""Templates on this node: which there are, and having one built when it is asked for.
+"""Templates on this node: which variant a create clones, having one built when there is none, removing them.
 
-Not here: how one is built (`building`), what it is made of (images), what a variant is on disk (`parts`), clones.
+Not here: what lies in the cache (`variants`), how one is built (`building`), what it is made of (images), clones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
 import json
 import os
@@ -25,6 +24,7 @@ from llm4agents.engine.building import freezing
 from llm4agents.engine.building.freezing import Plan, Workshop
 from llm4agents.engine.building.warming import warm_up
 from llm4agents.engine.parts import Parts, Shape, Variant
+from llm4agents.engine.variants import RECIPE, Variants
 from llm4agents.errors import (
     ConflictError,
     HostSetupError,
@@ -47,16 +47,15 @@ from llm4agents.vmm import snapshot as snapshots
 from llm4agents.vmm.base import Driver, Snapshot
 from llm4agents.vmm.choice import LABELS, Drivers, canonical
 
-RECIPE = "recipe.json"
-__all__ = ["RECIPE", "Progress", "Shape", "Templates", "silent", "warm_up"]
+__all__ = ["Progress", "Shape", "Templates", "silent", "warm_up"]
 
 
-class Templates:
+class Templates(Variants):
     """The templates of one cache. Remembers what it has verified, so a create looks nothing up."""
 
     def __init__(self, settings: Settings, drivers: Drivers, admission: Admission | None = None) -> None:
         """`admission` is asked for a build's memory; without one there is no bound but the host's."""
-        self.cache = Cache(settings.cache)
+        super().__init__(Cache(settings.cache))
         self.workshop = Workshop(self.cache, settings.run_dir / "vm", admission)
         self._ca_directory = settings.ca_directory
         self._authority: Authority | None = None
@@ -67,7 +66,7 @@ class Templates:
         self._listeners: dict[Shape, list[Progress]] = {}
         self.rebuild: Callable[[Shape, Progress], Awaitable[tuple[Variant, Snapshot]]] | None = None
         """Builds a shape of one that was made by a recipe (`building.builds`)."""
-        self.users_of: Callable[[str], builtins.list[str]] = lambda _: []
+        self.users_of: Callable[[str], list[str]] = lambda _: []
         """The sandboxes that lie on the variant of that key: it is not removed while there are any."""
 
     def authority(self) -> Authority:
@@ -82,7 +81,7 @@ class Templates:
         Raises VersionMismatchError with the way out; NotFoundError when the template is gone.
         """
         held = next((ready for ready in self._ready.values() if ready[0].key == key), None)
-        found = held or self._find(self.cache.templates / name / "keys" / str(key))
+        found = held or self.find_at(self.cache.templates / name / "keys" / str(key))
         if found is None:
             raise NotFoundError(f"the template {name} ({key}) is gone from the cache")
         parts.check_ca(found[0], self.authority().digest)
@@ -183,7 +182,7 @@ class Templates:
             if rebuild:
                 self._check_unused(wanted.name, [key])
             async with self.cache.lock(f"template-{key}", progress):
-                found = None if rebuild else self._find(dest)
+                found = None if rebuild else self.find_at(dest)
                 # The key says what it should be, the manifest what it is: only both together are loaded.
                 if found is None or found[1].identity != identity:
                     if words := self._made_elsewhere(shape, identity):
@@ -194,7 +193,7 @@ class Templates:
                         driver,
                         progress,
                     )
-                    found = self._find(dest)
+                    found = self.find_at(dest)
                     if found is None:
                         raise VersionMismatchError(f"the template just built in {dest} cannot be read")
         self._ready[shape] = found
@@ -220,7 +219,7 @@ class Templates:
     def _made_elsewhere(self, shape: Shape, identity: dict[str, str]) -> str | None:
         """Why a variant that is there is not used, if it is for what this host is: told before it is built anew."""
         for path in (self.cache.templates / shape.name / "keys").glob("*"):
-            found = self._find(path)
+            found = self.find_at(path)
             if found is not None and found[0].shape == shape and found[1].identity != identity:
                 made = found[1].identity
                 different = next(name for name in identity if made.get(name) != identity[name])
@@ -241,7 +240,7 @@ class Templates:
         held = (ready for ready in self._ready.values() if ready[0].key == key)
         found = next((ready for ready in held if (ready[0].path / parts.TEMPLATE).exists()), None)
         if found is None:
-            found = self._find(self.cache.templates / name / "keys" / str(key)) if key else None
+            found = self.find_at(self.cache.templates / name / "keys" / str(key)) if key else None
         if found is None:
             raise NotFoundError(
                 f"the template {name} ({key}) that this sandbox lies on is gone from the cache",
@@ -266,17 +265,6 @@ class Templates:
             ) from error
         snapshots.check_identity(snapshot, driver.identity(snapshot.spec, can))
 
-    def check_free(self, name: str) -> None:
-        """Raises InvalidRequestError or ConflictError when a snapshot cannot be called `name`."""
-        if not names.valid(name):
-            raise InvalidRequestError(
-                f"{name!r} cannot be a template's name", hint="a-z, 0-9, '-' and '_', beginning with a letter"
-            )
-        if name in spec.BUILTIN or any(variant.name == name for variant in self.list()):
-            raise ConflictError(
-                f"there is a template {names.shown(name)}", hint="llm4agents template rm, or another name"
-            )
-
     def pin(self, variant: Variant) -> None:
         """From now on that variant is what its name and shape mean here."""
         self._ready.pop(variant.shape, None)
@@ -288,29 +276,11 @@ class Templates:
         """Kernel and initramfs of this version, to boot any disk with."""
         return await self.parts_of(None, driver, progress, nested=nested)
 
-    @staticmethod
-    def spec_of(variant: Variant) -> TemplateSpec:
-        """The services and environment of a variant's machines; a snapshot's are those of what it came from."""
-        found = spec.BUILTIN.get(variant.family or variant.name)
-        if found is None:
-            return TemplateSpec(variant.name, variant.description, (), environment=variant.environment)
-        return replace(found, environment=variant.environment)
-
-    # -- those made by recipes ----------------------------------------------------------------------------
-
-    def recipe_of(self, name: str) -> dict[str, Any] | None:
-        """`{recipe, project}` of a template that was made by one. Reads the disk."""
-        if name in spec.BUILTIN or not names.valid(name):
-            return None
-        try:
-            body = json.loads((self.cache.templates / name / RECIPE).read_text())
-        except (OSError, ValueError):
-            return None
-        return body if isinstance(body, dict) and "recipe" in body else None
+    # -- made elsewhere: by recipes, on other hosts -------------------------------------------------------
 
     def published(self, path: Path, about: dict[str, Any] | None) -> tuple[Variant, Snapshot]:
         """What a build has published there is what its name and shape mean from now on. `about`: as `recipe_of`."""
-        found = self._find(path)
+        found = self.find_at(path)
         if found is None:
             raise VersionMismatchError(f"the template just built in {path} cannot be read")
         if about is not None:
@@ -320,49 +290,6 @@ class Templates:
         self.pin(found[0])
         self._ready[found[0].shape] = found
         self._drop_others(found[0])
-        return found
-
-    def find_at(self, path: Path) -> tuple[Variant, Snapshot] | None:
-        """The variant in that directory, if it is one that is whole."""
-        return self._find(path)
-
-    def newest(self, name: str, vmm: str) -> Variant | None:
-        """The variant of that name, of whatever shape, that was made last on that VMM."""
-        found = [one for one in self.list() if one.name == name and one.vmm == vmm]
-        return max(found, key=lambda one: one.created_at, default=None)
-
-    def size(self, name: str) -> tuple[int, int]:
-        """vCPUs and MiB of a create that says none: the template's own, or the one shape that a snapshot has."""
-        default = limits.DEFAULT_VCPUS, limits.DEFAULT_MEMORY_MIB
-        if (found := spec.BUILTIN.get(name)) is not None:
-            return found.vcpus or default[0], found.memory_mib or default[1]
-        if not names.valid(name):
-            return default
-        if (about := self.recipe_of(name)) is not None:
-            wanted = about["recipe"]
-            return int(wanted.get("vcpus") or default[0]), int(wanted.get("memory_mib") or default[1])
-        shapes = set()
-        for path in (self.cache.templates / name).glob("pinned-*"):
-            with contextlib.suppress(ValueError, IndexError):
-                words = path.name.split("-")
-                shapes.add((int(words[1]), int(words[2])))
-        return shapes.pop() if len(shapes) == 1 else default
-
-    # -- imported ones ------------------------------------------------------------------------------------
-
-    def _pin(self, shape: Shape) -> Path:
-        kind = f"{shape.vmm}-nested" if shape.nested else shape.vmm
-        return self.cache.templates / shape.name / f"pinned-{shape.vcpus}-{shape.memory_mib}-{kind}"
-
-    def _pins(self, shape: Shape) -> builtins.list[Path]:
-        """The files that say which variant that shape is, if it is an imported one or a snapshot."""
-        found = [path for path in (self._pin(shape),) if path.exists()]
-        # From before there were several VMMs: that of its variant.
-        old = self.cache.templates / shape.name / f"pinned-{shape.vcpus}-{shape.memory_mib}"
-        with contextlib.suppress(OSError, LLM4AgentsError):
-            path = old.parent / "keys" / old.read_text().strip()
-            if parts.load(path, self.cache.blob).shape == shape:
-                found.append(old)
         return found
 
     def _pins_of(self, name: str, vcpus: int, memory_mib: int, nested: bool) -> bool:
@@ -379,7 +306,7 @@ class Templates:
             return None
         for pin in self._pins(shape):
             with contextlib.suppress(OSError):
-                found = self._find(self.cache.templates / shape.name / "keys" / pin.read_text().strip())
+                found = self.find_at(self.cache.templates / shape.name / "keys" / pin.read_text().strip())
                 if found is None or found[0].shape != shape:
                     continue
                 try:
@@ -411,7 +338,7 @@ class Templates:
             asyncio.run_coroutine_threadsafe(work, loop).result()
 
         imported = await bundle.import_(file, self.cache, progress, check=check)
-        found = self._find(imported.path)
+        found = self.find_at(imported.path)
         if found is None:
             raise VersionMismatchError(f"the template in {file} cannot be read", hint="export it again")
         self.pin(found[0])
@@ -424,20 +351,6 @@ class Templates:
             raise VersionMismatchError(
                 f"the template's disk is for machines with {form} disks; {LABELS[can.vmm]}'s have {can.disk_format}"
             )
-
-    def _find(self, path: Path) -> tuple[Variant, Snapshot] | None:
-        if not (path / parts.TEMPLATE).exists():
-            return None
-        try:
-            variant, snapshot = parts.load(path, self.cache.blob), snapshots.load(path / parts.SNAPSHOT)
-            # What it says of itself elsewhere (a bundle is a stranger's) is of no weight.
-            # And what a machine of it takes is what is asked for and counted.
-            spec, vmm = snapshot.spec, str(snapshot.identity.get("driver"))
-            shape = Shape(variant.name, spec.vcpus, spec.memory_mib, vmm, spec.nested)
-            return replace(variant, **shape._asdict()), snapshot
-        except LLM4AgentsError:
-            shutil.rmtree(path, ignore_errors=True)
-            return None
 
     def _drop_others(self, kept: Variant) -> None:
         """Remove variants of the same shape that other inputs made: nothing clones from them any more."""
@@ -495,39 +408,9 @@ class Templates:
             spec.get(name)
         parts.check_shape(vcpus, memory_mib, os.cpu_count() or 1)
 
-    def check_name(self, name: str) -> None:
-        """Raises InvalidRequestError or TemplateNotFoundError for what cannot be built."""
-        if self.recipe_of(name) is None:
-            spec.get(name)
-
-    def unbuilt(self) -> list[dict[str, Any]]:
-        """Templates that can be built and are not there in any shape."""
-        there = {variant.name for variant in self.list()}
-        return [self._unbuilt(name) for name in spec.BUILTIN if name not in there]
-
-    def _unbuilt(self, name: str) -> dict[str, Any]:
-        """A built-in template that is not there; its shape is that of a create which says none."""
-        wanted, (vcpus, memory_mib) = spec.BUILTIN[name], self.size(name)
-        return {
-            "name": name,
-            "built": False,
-            "vcpus": vcpus,
-            "memory_mib": memory_mib,
-            "description": wanted.description,
-            "languages": list(wanted.languages),
-        }
-
     # -- housekeeping -------------------------------------------------------------------------------------
 
-    def list(self) -> list[Variant]:
-        """Every variant on disk that can be read."""
-        found = []
-        for path in sorted(self.cache.templates.glob("*/keys/*")):
-            with contextlib.suppress(VersionMismatchError):
-                found.append(parts.load(path, self.cache.blob))
-        return found
-
-    def _check_unused(self, name: str, keys: builtins.list[str]) -> None:
+    def _check_unused(self, name: str, keys: list[str]) -> None:
         users = sorted({user for key in keys for user in self.users_of(key)})
         if users:
             raise ConflictError(
@@ -552,44 +435,6 @@ class Templates:
             _, snapshot = self._ready.pop(shape)
             await self._drivers.of(shape.vmm).release(snapshot.path)
         await in_thread(lambda _: shutil.rmtree(directory, ignore_errors=True))
-
-    def catalogue(self, project: str | None = None) -> builtins.list[dict[str, Any]]:
-        """What can be created (by a project): each variant that is built, and what is not yet. Reads the disk."""
-        seen = (None, project)
-        variants = [one for one in self.list() if project is None or names.project_of(one.name) in seen]
-        there = {variant.name for variant in variants}
-        return [self.describe(variant) for variant in variants] + [
-            self._unbuilt(name) for name in spec.BUILTIN if name not in there
-        ]
-
-    def described(self, ref: str) -> builtins.list[dict[str, Any]]:
-        """As `catalogue`, of one template. Reads the disk."""
-        found = [self.describe(one) for one in self.list() if one.name == ref]
-        if not found and ref in spec.BUILTIN:
-            return [self._unbuilt(ref)]
-        return found
-
-    def describe(self, variant: Variant) -> dict[str, Any]:
-        builtin = spec.BUILTIN.get(variant.name)
-        usage = sum(p.stat().st_blocks * 512 for p in variant.path.rglob("*") if p.is_file())
-        return {
-            "name": names.shown(variant.name),
-            "project": names.project_of(variant.name),
-            "built": True,
-            "key": variant.key,
-            "vcpus": variant.vcpus,
-            "memory_mib": variant.memory_mib,
-            "bytes": usage,
-            "rootfs_bytes": variant.rootfs.stat().st_size,
-            "created_at": variant.created_at,
-            "packages": variant.contents,
-            "vmm": variant.vmm,
-            "nested": variant.nested,
-            "description": builtin.description if builtin else variant.description,
-            "languages": list(builtin.languages) if builtin else [],
-            "defaults": variant.defaults,
-            "start": variant.start,
-        }
 
 
 def _plan(

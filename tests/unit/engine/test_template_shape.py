@@ -25,7 +25,7 @@ def test_an_imported_template_is_counted_by_the_machine_in_it(tmp_path: Path) ->
     said = parts.Variant(path, "mine", "k1", 1, 256, 0.0, rootfs, digest, {}, [], [], [], vmm="firecracker")
     parts.save(said, path)
 
-    found = templates._find(path)
+    found = templates.find_at(path)
     assert found is not None
     assert found[0].shape == parts.Shape("mine", 2, 4096, "qemu")
 

@@ -15,8 +15,9 @@ from llm4agents.api.answers import NDJSON, Json, Stream, unless_gone
 from llm4agents.api.routes.node import with_progress
 from llm4agents.engine import attached, lifecycle, protecting
 from llm4agents.engine.bounds import Bounds
-from llm4agents.engine.engine import Engine, Wish
+from llm4agents.engine.engine import Engine
 from llm4agents.engine.templates import Progress
+from llm4agents.engine.wish import Wish
 from llm4agents.errors import InvalidRequestError
 
 router = APIRouter(prefix="/v1/sandboxes")

@@ -1,5 +1,8 @@
 # Generated from _async/sandbox.py by scripts/unasync.py: change that file, then run the script.
-"""`Sandbox`, generated from `_sync/sandbox.py`: one microVM and what can be done with it."""
+"""`Sandbox`, generated from `_sync/sandbox.py`: one microVM and what can be done with it.
+
+Not here: what runs in it (`running`), its files, processes, jobs and so on (modules of their names).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,15 @@ from llm4agents.errors import (
     SandboxDiedError,
     SandboxNotFoundError,
 )
-from llm4agents.sdk import _process, _volumes, _wire, results
+from llm4agents.sdk import _volumes, _wire, results
 from llm4agents.sdk._runtime import begin, call
-from llm4agents.sdk._sync.commands import ExecStream
 from llm4agents.sdk._sync.contexts import Contexts
 from llm4agents.sdk._sync.files import Files
 from llm4agents.sdk._sync.jobs import Jobs
 from llm4agents.sdk._sync.network import Network
 from llm4agents.sdk._sync.ports import Ports
 from llm4agents.sdk._sync.processes import Processes
-from llm4agents.sdk._sync.terminal import Terminal
+from llm4agents.sdk._sync.running import Running
 from llm4agents.sdk._sync.transport import Transport, transport
 from llm4agents.sdk._sync.volumes import SandboxVolumes
 
@@ -36,18 +38,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _CREATED = frozenset({"sandbox"})
-_CODE_END = frozenset({"end"})
-_EXEC_END = frozenset({"exit"})
 _COLD_S, _FORK_S, _SNAPSHOT_S = 180.0, 300.0, 600.0
 """How long an answer may take: a boot, 64 clones, a template's worth of memory and disk."""
 
-OnText = Callable[[str], Any]
-OnResult = Callable[[results.Result], Any]
 OnProgress = Callable[[str, str, "float | None"], Any]
 """Called with (step, detail, fraction done or None) while a template is built."""
 
 
-class Sandbox:
+class Sandbox(Running):
     """A microVM of its own, cloned from a template's frozen machine.
 
     As a context manager it is killed at the end. Defaults: template `python`, 1 vCPU, 1 GiB of memory,
@@ -439,178 +437,6 @@ class Sandbox:
     def events(self) -> dict[str, Any]:
         """The sandbox's state events, oldest first, as the server recorded them."""
         return self._transport.json("GET", f"/v1/sandboxes/{self.id}/events", sandbox=self.id)
-
-    def run_code(
-        self,
-        code: str,
-        *,
-        language: str | None = None,
-        context: str | results.CodeContext = "default",
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = limits.CODE_TIMEOUT_S,
-        on_stdout: OnText | None = None,
-        on_stderr: OnText | None = None,
-        on_result: OnResult | None = None,
-    ) -> results.Execution:
-        """Runs a cell; its state is kept for the next one of the same `context` (see `contexts`).
-
-        `language` is `python`, `javascript`, `typescript` or `bash`; None means that of the context, or what
-        the template is for. A bash cell's value is its exit status: not 0 is the error `ExitStatus`.
-        `timeout` in seconds, 0 for none: a cell that runs longer is interrupted and says so in `.error`.
-        The callbacks get output and rich results as they come. Leaving this call early (Ctrl-C,
-        cancellation) interrupts the cell. An exception in the cell is a result, see `Execution.check`.
-        """
-        stream = any((on_stdout, on_stderr, on_result))
-        body = _wire.code_body(
-            code, context=context, language=language, env=env, timeout=timeout, stream=stream
-        )
-        path, wait_s = f"/v1/sandboxes/{self.id}/code", _wire.wait_s(timeout)
-        if not stream:
-            answer = self._transport.json("POST", path, body, wait_s=wait_s, sandbox=self.id)
-            return results.execution(answer)
-        callbacks = {"stdout": on_stdout, "stderr": on_stderr, "result": on_result}
-        built = _wire.ExecutionBuilder()
-        stream_of = self._transport.events(path, body, ends=_CODE_END, wait_s=wait_s, sandbox=self.id)
-        end: dict[str, Any] = {}
-        with stream_of as events:
-            for event in events:
-                value = built.feed(event)
-                if value is not None:
-                    call(callbacks[event["type"]], value)
-                end = event
-        return built.build(end)
-
-    def interrupt(
-        self, context: str | results.CodeContext = "default", *, language: str | None = None
-    ) -> None:
-        """Interrupts the cell that runs in `context`, as Ctrl-C would; nothing when none runs."""
-        body = _wire.without_none({"context": results.context_id(context), "language": language})
-        self._transport.json("POST", f"/v1/sandboxes/{self.id}/code/interrupt", body, sandbox=self.id)
-
-    def restart(self, context: str | results.CodeContext = "default", *, language: str | None = None) -> None:
-        """Gives `context` a fresh interpreter; its variables are gone, files stay."""
-        self.contexts.restart(context, language=language)
-
-    def exec(
-        self,
-        cmd: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: str | bytes | None = None,
-        timeout: float | None = limits.EXEC_TIMEOUT_S,
-        on_stdout: OnText | None = None,
-        on_stderr: OnText | None = None,
-        id: str | None = None,
-        tag: str | None = None,
-        on_disconnect: Literal["detach", "kill"] = "detach",
-    ) -> results.ExecResult:
-        """Runs a command and waits: a string in a shell, a sequence as it is.
-
-        `cwd` defaults to the home of `user` (default `user`; `root` is allowed: it is the guest's own).
-        `timeout` in seconds, 0 for none: then it is killed and `.timed_out` is set. A non-zero exit is a
-        result, see `ExecResult.check`.
-
-        Leaving this call early (Ctrl-C, cancellation, a lost connection) leaves the command running, unless
-        `on_disconnect="kill"`: `processes.connect(id)` reads on. SandboxPausedError has its id and the offset to
-        read on from in `details`.
-        """
-        if on_stdout is None and on_stderr is None:
-            body = _wire.exec_body(
-                cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=False
-            )
-            body.update(_process.manner(id, tag, on_disconnect))
-            path = f"/v1/sandboxes/{self.id}/exec"
-            answer = self._transport.json("POST", path, body, wait_s=_wire.wait_s(timeout), sandbox=self.id)
-            return results.exec_result(answer)
-        stream = self.exec_stream(
-            cmd,
-            env=env,
-            cwd=cwd,
-            user=user,
-            stdin=stdin,
-            timeout=timeout,
-            id=id,
-            tag=tag,
-            on_disconnect=on_disconnect,
-        )
-        callbacks = {"stdout": on_stdout, "stderr": on_stderr}
-        kept = {name: _wire.Collector(limits.EXEC_OUTPUT_BYTES_MAX) for name in callbacks}
-        with stream:
-            for output in stream:
-                text = kept[output.channel].feed(output.data)
-                if text:
-                    call(callbacks[output.channel], text)
-        for name, collector in kept.items():
-            if rest := collector.flush():
-                call(callbacks[name], rest)
-        return results.exec_end(
-            stream.end or {},
-            kept["stdout"].bytes(),
-            kept["stderr"].bytes(),
-            truncated=kept["stdout"].truncated or kept["stderr"].truncated,
-        )
-
-    def exec_stream(
-        self,
-        cmd: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: str | bytes | None = None,
-        timeout: float | None = limits.EXEC_TIMEOUT_S,
-        id: str | None = None,
-        tag: str | None = None,
-        on_disconnect: Literal["detach", "kill"] = "detach",
-    ) -> ExecStream:
-        """Starts a command: an iterator of `Output`, which then has `.result`. Arguments as of `exec`.
-
-        Use it as a context manager. Leaving it early leaves the command running, unless
-        `on_disconnect="kill"`; `processes.connect(stream.id, stream.offset)` reads on.
-        """
-        body = _wire.exec_body(cmd, env=env, cwd=cwd, user=user, stdin=stdin, timeout=timeout, stream=True)
-        body.update(_process.manner(id, tag, on_disconnect))
-        path = f"/v1/sandboxes/{self.id}/exec"
-        events = self._transport.events(
-            path, body, ends=_EXEC_END, wait_s=_wire.wait_s(timeout), sandbox=self.id
-        )
-        stream = ExecStream(events)
-        try:
-            stream._start()
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
-    def terminal(
-        self,
-        rows: int = 24,
-        cols: int = 80,
-        cmd: str | Sequence[str] | None = None,
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        term: str | None = None,
-        id: str | None = None,
-        tag: str | None = None,
-        timeout: float | None = None,
-    ) -> Terminal:
-        """A terminal in the sandbox, with a login shell in it or `cmd`; see `Terminal`."""
-        process = self.processes.start(
-            _process.SHELL if cmd is None else cmd,
-            env=env,
-            cwd=cwd,
-            user=user,
-            tty=(rows, cols),
-            term=term,
-            id=id,
-            tag=tag,
-            timeout=timeout,
-        )
-        return Terminal._attach(self._transport, self.id, process.id, 0, stdin=True, owned=True)
 
 
 def _get(way: Transport, id: str) -> results.SandboxInfo:

@@ -23,7 +23,7 @@ from llm4agents.errors import (
     TemplateNotFoundError,
 )
 from llm4agents.sdk._sync.client import Client
-from tests.support import Node
+from tests.support import Node, eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.filterwarnings("ignore::llm4agents.EmulationWarning")]
 
@@ -153,6 +153,33 @@ def test_a_create_that_is_sent_twice_is_one_sandbox(team: Team) -> None:
     assert (refused.status_code, refused.json()["code"]) == (429, "quota")
     for one in (ident, other):
         assert team.raw("DELETE", f"/v1/sandboxes/{one}", team.ours).status_code == 200
+
+
+def test_the_memory_of_a_paused_sandbox_is_in_its_project_s_disk(team: Team) -> None:
+    def bounded(disk_mib: int) -> float:
+        shown = team.cli("project", "set", "ours", "--quota", f"disk_mib={disk_mib}")
+        return float(shown["used"]["disk_mib"])
+
+    try:
+        bounded(66)
+        with team.as_(team.ours), Sandbox("base", disk_mib=64, **SMALL) as box:
+            box.exec("head -c 24M /dev/urandom > /dev/shm/much; echo kept > /dev/shm/mem")
+            with pytest.raises(QuotaError, match="runs on, its memory takes") as full:
+                box.pause()
+            assert full.value.details["quota"] == "disk_mib" and full.value.details["used"] == 64
+            # Nor at its time: it is not ended for that, and says why.
+            box.set_timeout(1, on_timeout="pause")
+            eventually(lambda: str(team.node.get(box.id)["reason"]).startswith("pause failed"), 30)
+            box.set_timeout(600)
+            assert box.exec("cat /dev/shm/mem").stdout == "kept\n"
+            bounded(200)
+            held = box.pause().pause
+            assert held is not None
+            assert bounded(200) == 64 + -(-held["pages_bytes"] >> 20)
+            assert box.exec("cat /dev/shm/mem").stdout == "kept\n" and bounded(200) == 64
+            box.kill()  # the end of `with` leaves one that was paused
+    finally:
+        team.cli("project", "set", "ours", "--quota", "disk_mib=none")
 
 
 def test_what_is_done_is_in_the_audit_and_keys_are_nowhere(team: Team) -> None:

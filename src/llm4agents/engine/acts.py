@@ -183,14 +183,17 @@ class Acts(ABC):
             if not live.ending:  # else they go on to what comes after it
                 live.gate = None
 
-    async def pause(self, sandbox: str, reason: str = "paused by request") -> SandboxRow:
+    async def pause(
+        self, sandbox: str, reason: str = "paused by request", *, always: bool = False
+    ) -> SandboxRow:
         """Put a running sandbox to disk; one that is paused stays as it is.
 
-        Calls under way end with SandboxPausedError. Raises CapacityError when the disk has no room: it runs on.
+        Calls under way end with SandboxPausedError. Raises CapacityError when the disk has no room, QuotaError when its
+        project may have no more there (unless `always`): it runs on.
         """
-        return await self._to_the_end(self._pause(sandbox, reason))
+        return await self._to_the_end(self._pause(sandbox, reason, always))
 
-    async def _pause(self, sandbox: str, reason: str) -> SandboxRow:
+    async def _pause(self, sandbox: str, reason: str, always: bool) -> SandboxRow:
         async with self._alone(sandbox):
             if self.get(sandbox).state == "paused":
                 return self.get(sandbox)
@@ -198,7 +201,8 @@ class Acts(ABC):
             live = self.live(sandbox)
             with self._held(live):
                 try:
-                    await pausing.pause(self.node, live, reason)
+                    room = partial(self.quotas.pause, live.row)
+                    await pausing.pause(self.node, live, reason, (lambda _: None) if always else room)
                 finally:
                     if live.row.state == "paused":
                         self.node.networks.left(sandbox, forget=False)
@@ -330,7 +334,7 @@ class Acts(ABC):
             try:
                 return await self.snapshot(sandbox, name, description, leave_volumes)
             finally:
-                await self.pause(sandbox, row.reason or "paused by request")
+                await self.pause(sandbox, row.reason or "paused by request", always=True)  # it had its place
         self._snapshots.add(name)
         try:
             return await self._to_the_end(self._snapshot(sandbox, name, description, leave_volumes))
@@ -495,6 +499,8 @@ class Acts(ABC):
                     live.watch_deadlines()
             return
         try:
+            if live.pages_bytes:  # it was refused: it is not stopped and copied for nothing again
+                self.quotas.check_pause(live.row, live.pages_bytes)
             await self.pause(live.row.id, reason)
         except SandboxDiedError:
             return

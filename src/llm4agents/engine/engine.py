@@ -208,7 +208,8 @@ class Engine(Acts):
         """A sandbox that wants to be paused at its time is paused when its server stops, the others end."""
         if live.row.on_timeout == "pause":
             try:
-                await self.pause(live.row.id, "server stopped")
+                # It is not the project that wants it now: what is above its quota afterwards is counted, not lost.
+                await self.pause(live.row.id, "server stopped", always=True)
             except LLM4AgentsError as error:
                 # It is not ended for that: its keeper stops it at its time, and the next server pauses it.
                 log.warning("left_running", sandbox=live.row.id, error=error.message)

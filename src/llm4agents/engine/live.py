@@ -57,6 +57,8 @@ class Live:
     """While it is being paused or photographed: waits that out and gives the sandbox to use then (after a pause
     another `Live`). Calls that were under way before go on, or end with the pause."""
     ending: bool = False
+    pages_bytes: int = 0
+    """What its memory took on disk when it was last to be paused."""
     disk_full: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     end_error: LLM4AgentsError | None = None

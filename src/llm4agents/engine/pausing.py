@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,10 +109,11 @@ async def _go_on(live: Live) -> None:
         live.watch_deadlines()
 
 
-async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
+async def pause(node: Node, live: Live, reason: str, room: Callable[[int], None]) -> dict[str, float]:
     """Pause `live`; afterwards its machine is gone and its row `paused`. What it took, in ms.
 
-    Raises CapacityError when the host's disk has no room: the sandbox runs on. The caller holds new calls back.
+    Raises CapacityError when the host's disk has no room, and what `room` does of the bytes that its memory takes there
+    (first of none): the sandbox runs on. The caller holds new calls back.
     """
     row, places = live.row, node.places
     directory = places.pause(row.id)
@@ -126,10 +127,13 @@ async def pause(node: Node, live: Live, reason: str) -> dict[str, float]:
     node.store.transition(row, "pausing", reason, clock.stamp())
     began = time.perf_counter()
     try:
+        room(0)
         await asyncio.to_thread(shutil.rmtree, directory, True)
         async with standing_still(live, "a pause", sync=True) as stood:
             checkpoint = await live.machine.checkpoint(directory, base=base)
             copied = time.perf_counter()
+            live.pages_bytes = checkpoint.pages_bytes
+            room(checkpoint.pages_bytes)
             frozen = await checkpoint.durable(also=asyncio.to_thread(_disk_durable, node, row))
             durable = time.perf_counter()
             if live.ending:

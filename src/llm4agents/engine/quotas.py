@@ -2,7 +2,8 @@
 
 A sandbox's share is charged before anything is made for it, under the id it will have, so that creates that come at
 once cannot pass a bound together; its transitions then keep the charge true, and a failed create gives it back.
-`sandboxes`, `vcpus` and `memory_mib` count what runs (or is being made), `disk_mib` also what is paused.
+`sandboxes`, `vcpus` and `memory_mib` count what runs (or is being made), `disk_mib` also what is paused, and the memory
+that a pause has on disk.
 """
 
 from __future__ import annotations
@@ -92,15 +93,19 @@ class Share:
     disk_mib: int
     runs: bool = True
     sandboxes: int = 1
+    paused_mib: int = 0
+    """Of its memory, on disk."""
 
     @classmethod
     def of(cls, row: SandboxRow) -> Share:
         disk = (row.limits or {}).get("disk_mib") or row.disk_gib * 1024
-        return cls(row.project, row.vcpus, row.memory_mib, int(disk), row.state not in IDLE_STATES)
+        runs, pause = row.state not in IDLE_STATES, row.pause or {}
+        paused = in_mib(int(pause.get("pages_bytes") or 0)) if pause.get("memory") else 0
+        return cls(row.project, row.vcpus, row.memory_mib, int(disk), runs, paused_mib=paused)
 
     def figures(self) -> dict[str, float]:
         running = (self.sandboxes, self.vcpus, self.memory_mib) if self.runs else (0, 0, 0)
-        return {**dict(zip(RUNNING, running, strict=True)), "disk_mib": self.disk_mib}
+        return {**dict(zip(RUNNING, running, strict=True)), "disk_mib": self.disk_mib + self.paused_mib}
 
 
 class Quotas:
@@ -168,6 +173,17 @@ class Quotas:
         share = Share.of(row)
         self._check(row.project, dict(zip(RUNNING, (1, share.vcpus, share.memory_mib), strict=True)))
 
+    def check_pause(self, row: SandboxRow, bytes_: int) -> None:
+        """Before so much of a sandbox's memory is put to disk. Raises QuotaError."""
+        mib = max(1, in_mib(bytes_))
+        words = f"{row.id} runs on, its memory takes {mib} MiB of disk: " if bytes_ else f"{row.id} runs on: "
+        self._check(row.project, {"disk_mib": mib}, words)
+
+    def pause(self, row: SandboxRow, bytes_: int) -> None:
+        """Charge what a pause has on disk; what the sandbox then is, its transitions say. Raises QuotaError."""
+        self.check_pause(row, bytes_)
+        self._shares[row.id] = replace(Share.of(row), paused_mib=in_mib(bytes_))
+
     @contextlib.contextmanager
     def building(self, project: str, vcpus: int, memory_mib: int) -> Iterator[None]:
         """Charge the machine of a template's build: it is no sandbox, and takes as much. Raises QuotaError."""
@@ -230,10 +246,10 @@ class Quotas:
         row = self._projects.of(project)
         return {} if row is None else row.quotas
 
-    def _check(self, project: str, more: Mapping[str, float]) -> None:
+    def _check(self, project: str, more: Mapping[str, float], words: str = "") -> None:
         quotas = self._of(project)
         if quotas:
-            _raise(exceeded(quotas, self.used(project), more))
+            _raise(exceeded(quotas, self.used(project), more), words)
 
     def _changed(self, row: SandboxRow, _from: str | None, to: str, _reason: str | None, _at: Stamp) -> None:
         if to in TERMINAL:
@@ -242,16 +258,21 @@ class Quotas:
             self._shares[row.id] = Share.of(row)
 
 
-def _raise(found: tuple[str, float, float] | None) -> None:
+def _raise(found: tuple[str, float, float] | None, words: str = "") -> None:
     if found is not None:
         name, bound, used = found
         raise QuotaError(
-            f"the project may have {bound:g} of {name}, and has {used:g}",
+            f"{words}the project may have {bound:g} of {name}, and has {used:g}",
             hint="kill or remove what is not needed, or ask whoever runs the server for more",
             quota=name,
             limit=bound,
             used=used,
         )
+
+
+def in_mib(bytes_: int) -> int:
+    """Whole MiB that so many bytes take."""
+    return -(-bytes_ >> 20)
 
 
 def share_of(project: str, vcpus: int, memory_mib: int, disk_mib: int | None) -> Share:

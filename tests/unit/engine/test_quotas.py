@@ -178,6 +178,53 @@ def test_of_ipv6_everybody_has_many_addresses() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
 
 
+def test_the_memory_of_a_pause_is_on_the_project_s_disk_until_it_runs_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    projects = Projects(store)
+    project = projects.create("team", {"disk_mib": 150}).id
+    rows = [
+        SandboxRow(
+            name, "base", "running", 0.0, 9e9, 300, 1, 256, 5, project=project, limits={"disk_mib": 64}
+        )
+        for name in ("sbx_a", "sbx_b")
+    ]
+    for row in rows:
+        store.add(row, clock.stamp())
+    first, second = rows
+    quotas = Quotas(store, projects)
+    disk = lambda: quotas.used(project)["disk_mib"]  # noqa: E731
+    assert disk() == 128
+    with pytest.raises(
+        QuotaError, match=r"sbx_a runs on, its memory takes 23 MiB of disk: .* 150 .* 128"
+    ) as full:
+        quotas.pause(first, (22 << 20) + 1)
+    assert full.value.details["quota"] == "disk_mib" and disk() == 128
+    # Two at once have no more than one after the other; one that fails gives it back.
+    store.transition(first, "pausing", None, clock.stamp())
+    quotas.pause(first, 22 << 20)
+    assert disk() == 150
+    with pytest.raises(QuotaError, match="sbx_b runs on: "):
+        quotas.pause(second, 0)
+    store.transition(first, "running", "pause failed", clock.stamp())
+    assert disk() == 128
+    for act in ("paused", "again"):  # a server that starts reads it from the store
+        if act == "again":
+            quotas = Quotas(store, projects)
+        else:
+            body = {"pages_bytes": (9 << 20) + 1, "memory": True}
+            store.transition(first, "pausing", None, clock.stamp())
+            quotas.pause(first, (9 << 20) + 1)
+            store.transition(first, "paused", None, clock.stamp(), pause=body)
+        assert disk() == 138
+    quotas.check_pause(second, 12 << 20)
+    with quotas.resuming(first):
+        assert disk() == 138
+    store.transition(first, "resuming", None, clock.stamp())
+    store.transition(first, "paused", None, clock.stamp(), pause={"pages_bytes": 10 << 20, "memory": False})
+    assert disk() == 128, "its memory is gone"
+    store.close()
+
+
 def test_a_sandbox_has_its_place_until_it_is_paused(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store.db")
     row = SandboxRow("sbx_a", "base", "running", 0.0, 9e9, 300, 1, 256, 5, project="p")

@@ -309,7 +309,8 @@ OPERATIONS: Final[Operations] = {
         "Pause a sandbox",
         (Sandbox,),
         words="Memory and disk are written, the machine ends. Calls under way end with `sandbox_paused`; what they had "
-        "started goes on after the resume. One that is paused already is answered as it is.",
+        "started goes on after the resume. One that is paused already is answered as it is. Refused when its memory "
+        "would pass the project's `disk_mib`; it runs on.",
         reach="guest",
         body={},
         example=PAUSED,

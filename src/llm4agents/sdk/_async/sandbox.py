@@ -321,7 +321,8 @@ class AsyncSandbox(AsyncRunning):
         """Puts it to disk: processes, interpreter, open files come back with `resume` or the next call.
 
         Calls under way end with SandboxPausedError. A `with` block that it was paused in does not kill it.
-        Raises CapacityError when the server's disk has no room: then it runs on.
+        Raises CapacityError when the server's disk has no room, QuotaError when the project's has none for its memory:
+        then it runs on.
         """
         body = await self._transport.json("POST", f"{self._path}/pause", {}, sandbox=self.id)
         self._paused = True

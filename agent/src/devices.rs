@@ -1,7 +1,14 @@
-//! Which modules of the initramfs this machine needs, by the devices it has. What is loaded for nobody is a tenth of a
-//! second of an emulated boot, and surface. Not for loading them (`init`), nor for which there are (`images/kmod.py`).
+//! The devices this machine has: which modules of the initramfs they need, and waiting for one to appear. What is loaded
+//! for nobody is a tenth of a second of an emulated boot, and surface. Not for loading modules (`init`), nor for which
+//! there are (`images/kmod.py`); what a disk is for, `disks` knows.
 
+use crate::sys::{self, cvt};
 use std::fs;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// For devices to appear after their drivers are loaded, or a disk's new size to be heard of.
+const DEVICE_WAIT: Duration = Duration::from_secs(10);
 
 const NET: u32 = 1;
 const BLOCK: u32 = 2;
@@ -42,6 +49,40 @@ pub fn disk_place(slot: &str) -> Option<String> {
         _ => 2 + slot.strip_prefix("vol")?.parse::<u8>().ok().filter(|number| *number < 24)?,
     };
     Some(format!("vd{}", char::from(b'a' + number)))
+}
+
+/// A socket that wakes when the kernel announces a device.
+pub fn uevents() -> Option<OwnedFd> {
+    // SAFETY: an address made here, of the size that is said; the descriptor is ours.
+    unsafe {
+        let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        let fd = cvt(libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_KOBJECT_UEVENT)).ok()?;
+        let socket = OwnedFd::from_raw_fd(fd);
+        let mut address: libc::sockaddr_nl = std::mem::zeroed();
+        (address.nl_family, address.nl_groups) = (libc::AF_NETLINK as libc::sa_family_t, 1);
+        let size = std::mem::size_of_val(&address) as libc::socklen_t;
+        cvt(libc::bind(fd, (&address as *const libc::sockaddr_nl).cast(), size)).ok()?;
+        Some(socket)
+    }
+}
+
+/// What `look` finds, now or after some announced device; None when DEVICE_WAIT has passed.
+pub fn wait<T>(events: &Option<OwnedFd>, mut look: impl FnMut() -> Option<T>) -> Option<T> {
+    let socket = events.as_ref()?;
+    let deadline = Instant::now() + DEVICE_WAIT;
+    let mut buffer = [0; 8192];
+    loop {
+        if let Some(found) = look() {
+            return Some(found);
+        }
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis() as libc::c_int;
+        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd.
+        if left == 0 || unsafe { libc::poll(&mut poll, 1, left) } == 0 {
+            return look();
+        }
+        while sys::read(socket.as_raw_fd(), &mut buffer).is_ok() {}
+    }
 }
 
 pub fn has_pci() -> bool {

@@ -5,6 +5,7 @@ use crate::agent::{Agent, Machine};
 use crate::cgroup::Sandbox;
 use crate::channel::Channel;
 use crate::devices::{self, Found};
+use crate::disks;
 use crate::fsfreeze::Disks;
 use crate::nested;
 use crate::network;
@@ -17,12 +18,9 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{symlink, DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 const PORT_NAME: &str = "llm4agents.agent";
 const MODULES: &str = "/modules.order";
-/// For devices to appear after their drivers are loaded.
-const DEVICE_WAIT: Duration = Duration::from_secs(10);
 const HOSTNAME: &str = "sandbox";
 const OPEN_FILES_SOFT: u64 = 65_536;
 const OPEN_FILES_HARD: u64 = 1_048_576;
@@ -114,16 +112,16 @@ fn start() -> Step<(Agent, libc::c_int)> {
         mount(kind, path, kind, libc::MS_NOSUID, "")?;
     }
     let how = if power_off_ends() { libc::RB_POWER_OFF } else { libc::RB_AUTOBOOT };
-    let events = uevents();
+    let events = devices::uevents();
     let pci = devices::has_pci();
     load_modules(|name| devices::is_bus(name, pci))?;
     // Buses are looked through as their drivers load, so this waits for nothing; but it would.
-    let found = wait(&events, || Some(Found::look(pci)).filter(Found::has_disks))
+    let found = devices::wait(&events, || Some(Found::look(pci)).filter(Found::has_disks))
         .ok_or("there is no virtio disk: neither on virtio-mmio nor on PCI")?;
     load_modules(|name| !devices::is_bus(name, pci) && found.wants(name))?;
     let port = match found.vsock() {
         true => None,
-        false => wait(&events, || Channel::port(&port_name()).transpose()),
+        false => devices::wait(&events, || Channel::port(&port_name()).transpose()),
     };
     let upper = mount_root(&events)?;
     nested::load(load)?;
@@ -183,60 +181,11 @@ fn load(path: &str) -> Step<()> {
     Ok(())
 }
 
-/// A socket that wakes when the kernel announces a device.
-pub fn uevents() -> Option<OwnedFd> {
-    // SAFETY: an address made here, of the size that is said; the descriptor is ours.
-    unsafe {
-        let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        let fd = cvt(libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_KOBJECT_UEVENT)).ok()?;
-        let socket = OwnedFd::from_raw_fd(fd);
-        let mut address: libc::sockaddr_nl = std::mem::zeroed();
-        (address.nl_family, address.nl_groups) = (libc::AF_NETLINK as libc::sa_family_t, 1);
-        let size = std::mem::size_of_val(&address) as libc::socklen_t;
-        cvt(libc::bind(fd, (&address as *const libc::sockaddr_nl).cast(), size)).ok()?;
-        Some(socket)
-    }
-}
-
-/// What `find` finds, now or after some announced device; None when DEVICE_WAIT has passed.
-pub fn wait<T>(events: &Option<OwnedFd>, mut find: impl FnMut() -> Option<T>) -> Option<T> {
-    let socket = events.as_ref()?;
-    let deadline = Instant::now() + DEVICE_WAIT;
-    let mut buffer = [0; 8192];
-    loop {
-        if let Some(found) = find() {
-            return Some(found);
-        }
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis() as libc::c_int;
-        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd.
-        if left == 0 || unsafe { libc::poll(&mut poll, 1, left) } == 0 {
-            return find();
-        }
-        while sys::read(socket.as_raw_fd(), &mut buffer).is_ok() {}
-    }
-}
-
-/// The disk of a slot: by its serial number where the VMM gives disks their slots' names (QEMU, Cloud Hypervisor), else by
-/// its place (Firecracker's serial numbers are its own).
-pub fn disk(slot: &str) -> Option<String> {
-    let mut named = false;
-    for block in fs::read_dir("/sys/block").ok()?.flatten() {
-        let serial = fs::read_to_string(block.path().join("serial")).unwrap_or_default();
-        if serial.trim_end() == slot {
-            return Some(format!("/dev/{}", block.file_name().to_string_lossy()));
-        }
-        named |= devices::disk_place(serial.trim_end()).is_some();
-    }
-    let path = format!("/dev/{}", devices::disk_place(slot)?);
-    (!named && Path::new(&path).exists()).then_some(path)
-}
-
 // The root file system
 
 /// The upper disk's own directory, which is under the overlay and has no path any more afterwards.
 fn mount_root(events: &Option<OwnedFd>) -> Step<OwnedFd> {
-    let find = |slot: &str| wait(events, || disk(slot)).ok_or(format!("there is no disk {slot}"));
+    let find = |slot: &str| devices::wait(events, || disks::find(slot)).ok_or(format!("there is no disk {slot}"));
     let (lower, upper) = (find("root")?, find("upper")?);
     mount(&lower, LOWER, "erofs", libc::MS_RDONLY, "")?;
     // No background thread that fills in inode tables: it would be running in every clone. What is removed is given

@@ -5,7 +5,7 @@
 //!   `stream` (what one stream is doing), `worker` (threads for file calls, which can block);
 //! - verbs: `exec` + `spawn`, `managed` + `log` + `pty`, `ports`, `files` + `transfer` (in workers), `connect`, `restore`, `metrics`;
 //! - trees, in workers: `tar_out`, `tar_in` (`tar` is the format, pure), `search`, `watch`, `attributes`, over `walk` and `glob`;
-//! - the machine: `init` (PID 1's duties), `devices` (which module is for what), `cgroup`, `fsfreeze`, `network`, `nested`, `protect`, `volumes`, `users`,
+//! - the machine: `init` (PID 1's duties), `devices` (which module is for what), `disks` (which is whose slot's), `cgroup`, `fsfreeze`, `network`, `nested`, `protect`, `volumes`, `users`,
 //!   `sys` (system calls std lacks).
 //!
 //! The rules: nothing polls on a timer, everything has a bound, the exec path starts no thread, and nothing the
@@ -17,6 +17,7 @@ pub mod cgroup;
 pub mod channel;
 pub mod connect;
 pub mod devices;
+pub mod disks;
 pub mod exec;
 pub mod failure;
 pub mod files;

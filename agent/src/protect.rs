@@ -4,20 +4,17 @@
 //! mount of itself: what is a mount point cannot be renamed or removed, so nothing else can take the path's place. Root can
 //! undo all of this in its own kernel; the disk's image it cannot change.
 
+use crate::disks;
 use crate::failure::{at, Failure, Outcome};
-use crate::init;
 use crate::msgpack::Value;
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 
-const BLKROSET: libc::c_ulong = 0x125D;
-const BLKFLSBUF: libc::c_ulong = 0x1261;
 const PATHS_MAX: usize = 64;
 const PINS_MAX: usize = 4096;
 /// Where the disk is mounted for a moment: below a directory that is root's.
@@ -48,15 +45,10 @@ impl Protect {
         let slot = request.get("slot").bytes().filter(|slot| slot.iter().all(u8::is_ascii_alphanumeric));
         let slot = slot.and_then(|slot| std::str::from_utf8(slot).ok()).ok_or_else(|| bad("slot is a disk's"))?;
         let bytes = request.get("bytes").int().and_then(|bytes| u64::try_from(bytes).ok());
-        let path = |value: &Value| {
-            let bytes = value.bytes().filter(|path| path.starts_with(b"/") && path.len() < 4096)?;
-            let plain = bytes[1..].split(|byte| *byte == b'/').all(|name| !matches!(name, b"" | b"." | b".."));
-            plain.then(|| CString::new(bytes).ok()).flatten()
-        };
         let covered = |value: &Value| {
             let name = value.get("source").bytes().filter(|name| name.iter().all(u8::is_ascii_digit))?;
             let source = format!("{PLACE}/{}", std::str::from_utf8(name).ok()?);
-            let target = path(value.get("target"))?;
+            let target = disks::mount_point(value.get("target"))?;
             Some(Covered { source: CString::new(source).ok()?, target, directory: value.get("directory").bool(true) })
         };
         let (Value::Array(paths), Value::Array(pins)) = (request.get("paths"), request.get("pins")) else {
@@ -69,7 +61,7 @@ impl Protect {
             slot: slot.to_owned(),
             bytes: bytes.ok_or_else(|| bad("bytes is the disk's size"))?,
             paths: paths.iter().map(covered).collect::<Option<_>>().ok_or_else(|| bad("paths are plain"))?,
-            pins: pins.iter().map(path).collect::<Option<_>>().ok_or_else(|| bad("pins are plain"))?,
+            pins: pins.iter().map(disks::mount_point).collect::<Option<_>>().ok_or_else(|| bad("pins are plain"))?,
         }))
     }
 
@@ -87,21 +79,10 @@ impl Protect {
 
     /// The disk, once the kernel has heard how large it is now, without what the kernel knew of the empty one.
     fn device(&self) -> Outcome<CString> {
-        let sized = || {
-            let device = init::disk(&self.slot)?;
-            let size = fs::read_to_string(format!("/sys/block/{}/size", device.rsplit('/').next()?)).ok()?;
-            (size.trim().parse::<u64>().ok()? * 512 == self.bytes).then_some(device)
-        };
-        let device = init::wait(&init::uevents(), sized)
-            .ok_or_else(|| Failure::new("not_found", format!("there is no disk {} of that size", self.slot)))?;
-        let device = CString::new(device).map_err(|_| Failure::invalid("protect: slot"))?;
+        let device = disks::sized(&self.slot, self.bytes)?;
         let file = sys::open(&device, libc::O_RDONLY, 0).map_err(at("open the protected paths' disk"))?;
-        let yes: libc::c_int = 1;
-        // SAFETY: the first takes nothing, the second an int that lives through the call.
-        unsafe {
-            cvt(libc::ioctl(file.as_raw_fd(), BLKFLSBUF as _, 0)).map_err(at("flush the protected paths' disk"))?;
-            cvt(libc::ioctl(file.as_raw_fd(), BLKROSET as _, &yes)).map_err(at("make a disk read-only"))?;
-        }
+        disks::forget(&file)?;
+        disks::set_read_only(&file, true)?;
         Ok(device)
     }
 

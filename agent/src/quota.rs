@@ -1,7 +1,7 @@
 //! How much of the writable disk may be in use. The host bounds the file that the disk is, which a guest's root cannot
 //! undo; this makes the bound a full disk for everybody else, instead of a write that fails.
 
-use crate::init;
+use crate::disks;
 use crate::sys::cvt;
 use std::ffi::CStr;
 use std::fs;
@@ -12,7 +12,7 @@ const RESERVED_MIN: u64 = 4096;
 
 /// Let at most `bytes` of the disk be in use, what the template left there included. Costs no write to the disk.
 pub fn limit(bytes: u64) -> io::Result<()> {
-    let disk = init::disk("upper").ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+    let disk = disks::find("upper").ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
     let name = disk.rsplit('/').next().unwrap_or_default();
     let stat = stat(c"/")?;
     fs::write(format!("/sys/fs/ext4/{name}/reserved_clusters"), reserved(&stat, bytes).to_string())

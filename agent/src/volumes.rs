@@ -7,8 +7,8 @@
 //!
 //! Who may write, the host decides (a reader's disk is a throw-away of its own); `ro` here is so that it is told early.
 
+use crate::disks;
 use crate::failure::{at, Failure, Outcome};
-use crate::init;
 use crate::msgpack::{Value, Writer};
 use crate::sys::{self, cvt};
 use std::ffi::{CStr, CString};
@@ -18,8 +18,6 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 
-const BLKROSET: libc::c_ulong = 0x125D;
-const BLKFLSBUF: libc::c_ulong = 0x1261;
 const EXT4_IOC_RESIZE_FS: libc::c_ulong = 0x4008_6610;
 const VOLUMES_MAX: usize = 16;
 /// What has been removed is given back to the host's disk. Not a machine's end but a read-only disk is what errors are.
@@ -59,16 +57,11 @@ impl Wanted {
             let plain = bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
             plain.then(|| String::from_utf8_lossy(bytes).into_owned())
         };
-        let path = |value: &Value| {
-            let bytes = value.bytes().filter(|path| path.starts_with(b"/") && path.len() < 4096)?;
-            let plain = bytes[1..].split(|byte| *byte == b'/').all(|name| !matches!(name, b"" | b"." | b".."));
-            plain.then(|| CString::new(bytes).ok()).flatten()
-        };
         let volume = |value: &Value| {
             Some(Volume {
                 slot: word(value.get("slot"))?,
                 id: word(value.get("id"))?,
-                path: path(value.get("path"))?,
+                path: disks::mount_point(value.get("path"))?,
                 bytes: u64::try_from(value.get("bytes").int()?).ok()?,
                 read_only: value.get("ro").bool(true),
             })
@@ -143,14 +136,7 @@ impl Volume {
     /// The disk, once the kernel has heard how large it is now, if nothing in this machine has it mounted still: a second
     /// mount of a disk that is in use would be of the first one's memory of it.
     fn device(&self) -> Outcome<CString> {
-        let sized = || {
-            let device = init::disk(&self.slot)?;
-            let size = fs::read_to_string(format!("/sys/block/{}/size", device.rsplit('/').next()?)).ok()?;
-            (size.trim().parse::<u64>().ok()? * 512 == self.bytes).then_some(device)
-        };
-        let device = init::wait(&init::uevents(), sized)
-            .ok_or_else(|| Failure::new("not_found", format!("there is no disk {} of that size", self.slot)))?;
-        let device = CString::new(device).map_err(|_| Failure::invalid("volumes: slot"))?;
+        let device = disks::sized(&self.slot, self.bytes)?;
         let busy = |error: io::Error| match error.raw_os_error() {
             Some(libc::EBUSY) => Failure::new(
                 "busy",
@@ -159,12 +145,8 @@ impl Volume {
             _ => at("open the volume's disk")(error),
         };
         let file = sys::open(&device, libc::O_RDONLY | libc::O_EXCL, 0).map_err(busy)?;
-        let writable: libc::c_int = 0;
-        // SAFETY: the first takes nothing, the second an int that lives through the call.
-        unsafe {
-            cvt(libc::ioctl(file.as_raw_fd(), BLKFLSBUF as _, 0)).map_err(at("flush the volume's disk"))?;
-            cvt(libc::ioctl(file.as_raw_fd(), BLKROSET as _, &writable)).map_err(at("make a disk writable"))?;
-        }
+        disks::forget(&file)?;
+        disks::set_read_only(&file, false)?;
         Ok(device)
     }
 
@@ -200,16 +182,14 @@ impl Volume {
 
 /// Whether a file system of this machine has the slot's disk.
 fn in_use(slot: &str) -> bool {
-    let Some(device) = init::disk(slot).and_then(|device| CString::new(device).ok()) else { return false };
+    let Some(device) = disks::find(slot).and_then(|device| CString::new(device).ok()) else { return false };
     let open = sys::open(&device, libc::O_RDONLY | libc::O_EXCL, 0);
     matches!(open, Err(error) if error.raw_os_error() == Some(libc::EBUSY))
 }
 
 fn block_read_only(device: &CStr) -> Outcome<()> {
     let file = sys::open(device, libc::O_RDONLY, 0).map_err(at("open the volume's disk"))?;
-    let yes: libc::c_int = 1;
-    // SAFETY: an int that lives through the call.
-    cvt(unsafe { libc::ioctl(file.as_raw_fd(), BLKROSET as _, &yes) }).map(drop).map_err(at("make a disk read-only"))
+    disks::set_read_only(&file, true)
 }
 
 #[cfg(test)]

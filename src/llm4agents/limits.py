@@ -264,6 +264,8 @@ JOB_OUTPUT_BYTES_KEPT: Final = 65_536
 """The end of a run's output, kept with its result."""
 WEBHOOK_URL_BYTES_MAX: Final = 2_048
 WEBHOOK_TIMEOUT_S: Final = 20.0
+WEBHOOK_CONNECT_TIMEOUT_S: Final = 6.0
+"""For each address of a name: three that do not answer are tried within the whole."""
 SANDBOX_LOG_BYTES_MAX: Final = 262_144
 CONSOLE_BYTES_MAX: Final = 8_192
 """The end of a console that is told or kept."""

@@ -25,7 +25,7 @@ from llm4agents.errors import (
     VersionMismatchError,
 )
 from llm4agents.guest.verbs import Agent
-from llm4agents.images import layers
+from llm4agents.images import disk, layers
 from llm4agents.vmm import pages, snapshot
 from llm4agents.vmm.base import Disk, Machine, Snapshot
 from llm4agents.vmm.shim import write_deadline
@@ -303,7 +303,7 @@ def test_the_layers_of_a_disk_after_switches(frozen: Frozen) -> None:
             # The name may change before: the layer is what is open, and not a path.
             old, top = tops[-1].rename(lab.home / f"layer{number}"), lab.home / f"top{number}"
             tops[-1] = old
-            layers.new_overlay(frozen.home / "empty.qcow2", top)
+            disk.clone_overlay(frozen.home / "empty.qcow2", top)
             under = (*reversed(tops), frozen.home / "upper.raw")
             await machine.switch_disk("upper", Disk("upper", top, "qcow2", False, backing=under))
             digests.append(hashlib.sha256(old.read_bytes()).digest())
@@ -410,7 +410,7 @@ def test_a_disk_that_cannot_be_switched_stays(frozen: Frozen) -> None:
             with pytest.raises(Exception, match=r"upper|qcow2|opened"):
                 await machine.switch_disk("upper", bad)
         good = lab.home / "good"
-        layers.new_overlay(frozen.home / "empty.qcow2", good)
+        disk.clone_overlay(frozen.home / "empty.qcow2", good)
         await machine.switch_disk("upper", dataclasses.replace(top, path=good))
         await go_on(machine, agent)
         assert await run(agent, "echo well > /root/f; sync; cat /root/f") == (0, "well")

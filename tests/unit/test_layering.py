@@ -10,7 +10,18 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "llm4agents"
 
-BASE = {"errors", "config", "limits", "binaries", "fair", "protected", "recipe", "scratch", "tarblocks"}
+BASE = {
+    "errors",
+    "config",
+    "limits",
+    "binaries",
+    "fair",
+    "protected",
+    "recipe",
+    "scratch",
+    "tarblocks",
+    "outbound",
+}
 MAY_IMPORT = {
     "errors": set(),
     "fair": set(),
@@ -18,6 +29,7 @@ MAY_IMPORT = {
     "protected": set(),
     "recipe": {"errors", "limits"},
     "scratch": set(),
+    "outbound": set(),
     "tarblocks": {"errors", "limits", "protected"},
     "config": {"errors", "limits", "protected"},
     "binaries": {"config", "errors"},

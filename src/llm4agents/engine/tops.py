@@ -190,7 +190,7 @@ def _freeze(node: Node, row: SandboxRow, variant: Variant) -> tuple[str, ...]:
     old = places.disk(row.id, chain.top)
     if row.state == "paused" and chain.layers and filecmp.cmp(old, variant.empty, shallow=False):
         return chain.layers  # forked before, and not run since: there is nothing on it
-    layers.new_overlay(variant.empty, places.disk(row.id, top))
+    disk.clone_overlay(variant.empty, places.disk(row.id, top))
     os.link(old, places.layer(layer))
     frozen = chain.over(layer, top)
     node.store.change(row, disk=frozen.to_json())

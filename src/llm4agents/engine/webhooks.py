@@ -14,9 +14,8 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import socket
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ import httpcore
 
 from llm4agents import __version__, limits
 from llm4agents.errors import InvalidRequestError
+from llm4agents.outbound import Checked
 
 Refuse = Callable[[ipaddress.IPv4Address | ipaddress.IPv6Address], str | None]
 """Why an address is not called; None: it is."""
@@ -89,38 +89,6 @@ def signature(secret: str, at: int, body: bytes) -> str:
     return f"t={at},v1={digest}"
 
 
-class _Checked(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that were looked at, and to nothing else."""
-
-    def __init__(self, refuse: Refuse | None) -> None:
-        self._real, self._refuse = httpcore.AnyIOBackend(), refuse
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise WebhookError(f"{host} cannot be resolved: {error.strerror or error}") from error
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        for address in addresses:
-            if why := _why_not(ipaddress.ip_address(address.partition("%")[0]), self._refuse):
-                raise WebhookError(why)
-        problem: Exception = WebhookError(f"{host} has no address")
-        for address in addresses:
-            try:
-                return await self._real.connect_tcp(address, port, timeout, local_address, socket_options)
-            except httpcore.ConnectError as error:
-                problem = error
-        raise problem
-
-
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
@@ -140,12 +108,23 @@ async def deliver(
         ("x-llm4agents-delivery", str(message["id"])),
         ("x-llm4agents-signature", signature(secret, at, body)),
     ]
+
+    def judge(host: str, port: int, address: str) -> None:
+        if why := _why_not(ipaddress.ip_address(address), refuse):
+            raise WebhookError(why)
+
     tls = _tls() if url.lower().startswith("https") else None
     try:
         async with (
             asyncio.timeout(limits.WEBHOOK_TIMEOUT_S),
-            httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=_Checked(refuse)) as pool,
-            pool.stream("POST", url, headers=headers, content=body) as answer,
+            httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=Checked(judge)) as pool,
+            pool.stream(
+                "POST",
+                url,
+                headers=headers,
+                content=body,
+                extensions={"timeout": {"connect": limits.WEBHOOK_CONNECT_TIMEOUT_S}},
+            ) as answer,
         ):
             status = answer.status
     except TimeoutError:

@@ -19,18 +19,13 @@ from typing import Final
 from llm4agents.errors import ConflictError, CorruptSnapshotError
 from llm4agents.images import process
 from llm4agents.images.cache import fsync
-from llm4agents.images.disk import clone_overlay, copy_sparse
+from llm4agents.images.disk import copy_sparse
 
 _HEADER: Final = struct.Struct(">4sIQIIQIIQQIIQQ")
 """Of qcow2, up to the features that a reader must know."""
 _FEATURES: Final = 0b10011
 """Those an image of ours has: left dirty, marked corrupt, subclusters. One that it never has is that its data lies in
 another file, which the image names."""
-
-
-def new_overlay(empty: Path, path: Path) -> None:
-    """An empty top of a disk: a copy of the template's empty overlay. Raises ConflictError when `path` exists."""
-    clone_overlay(empty, path)
 
 
 def chain(layers: Sequence[Path], base: Path) -> str:

@@ -47,7 +47,7 @@ class MachineCheckpoint:
             # Each in a thread of its own: a digest is processor, an fsync is disk, and two of those are one commit.
             names = (snapshot.PAGES, snapshot.STATE)
             digests = [asyncio.to_thread(_digest, self.path / name) for name in names]
-            syncs = [asyncio.to_thread(_sync, self.path / name) for name in names if sync]
+            syncs = [asyncio.to_thread(snapshot.sync_path, self.path / name) for name in names if sync]
             found = await _all(*digests, *syncs, *([also] if also is not None else []))
             parts = {name: digest for name, digest in zip(names, found, strict=False) if digest is not None}
             self._frozen = replace(self._frozen, parts=parts)
@@ -129,18 +129,10 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _finish(frozen: Snapshot, sync: bool) -> None:
     snapshot.write_manifest(frozen, sync=sync)
     if sync:
-        _sync(frozen.path.parent)
+        snapshot.sync_path(frozen.path.parent)
 
 
 class Parts:

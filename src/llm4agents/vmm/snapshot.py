@@ -201,11 +201,25 @@ def write_manifest(snapshot: Snapshot, *, sync: bool = True) -> None:
     temporary.rename(snapshot.path / MANIFEST)
     if not sync:
         return
-    directory = os.open(snapshot.path, os.O_RDONLY | os.O_DIRECTORY)
+    sync_path(snapshot.path)
+
+
+def write_part(path: Path, body: bytes) -> None:
+    """A new file (0600) of a snapshot, durably. Raises OSError."""
+    with path.open("xb") as file:
+        path.chmod(0o600)
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """A file's bytes, or a directory's names, are on the disk when it returns. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        os.fsync(fd)
     finally:
-        os.close(directory)
+        os.close(fd)
 
 
 def unwritten(what: str, error: BaseException) -> BaseException:

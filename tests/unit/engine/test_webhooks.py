@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -151,6 +152,31 @@ def test_a_name_that_turns_out_to_be_link_local_is_not_called(monkeypatch: pytes
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lying)
         with pytest.raises(webhooks.WebhookError, match="link-local"):
             await webhooks.deliver("http://example.com/", {"id": "x"}, "secret", 1)
+
+    asyncio.run(test())
+
+
+def test_an_address_that_does_not_answer_is_followed_by_the_next(
+    receiver: tuple[str, type[Receiver]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WEBHOOK_CONNECT_TIMEOUT_S", 0.2)
+    url, handler = receiver
+    port = int(url.split(":")[2].split("/")[0])
+
+    async def two(*_: Any, **__: Any) -> list[Any]:
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")
+        ]
+
+    async def test() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two)
+        with socket.create_server(("127.0.0.2", port), backlog=0), contextlib.ExitStack() as waiting:
+            for _ in range(2):  # nobody accepts: a third one hears nothing
+                sock = waiting.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.connect_ex(("127.0.0.2", port))
+            assert await webhooks.deliver(f"http://two.example:{port}/", {"id": "x"}, "secret", 1) == 200
+        assert handler.heard[0][0]["host"] == f"two.example:{port}"
 
     asyncio.run(test())
 

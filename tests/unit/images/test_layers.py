@@ -37,7 +37,7 @@ def _chain_of(tmp_path: Path, count: int) -> tuple[list[Path], Path, bytearray]:
     made: list[Path] = []
     for index in range(count):
         top = tmp_path / f"layer-{index}.qcow2"
-        layers.new_overlay(empty, top)
+        disk.clone_overlay(empty, top)
         made.insert(0, top)
         commands = []
         for _ in range(12):

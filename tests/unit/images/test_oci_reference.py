@@ -9,6 +9,7 @@ import pytest
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
 from llm4agents.images.oci import Registries, is_local, manifest
+from llm4agents.images.oci.image import OciConfig
 from llm4agents.images.oci.reference import Local, Remote, parse
 
 HEX = "ab" * 32
@@ -171,7 +172,7 @@ def test_documents_that_are_none(data: bytes) -> None:
         manifest.is_index({"schemaVersion": 1}, "")
 
 
-def configured(**config: Any) -> manifest.Said:
+def configured(**config: Any) -> OciConfig:
     body = {
         "os": "linux",
         "architecture": "amd64",

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-import socket
 import ssl
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import httpcore
 
 from llm4agents import limits
 from llm4agents.errors import HostSetupError
+from llm4agents.outbound import Checked
 
 _TIMEOUT = {
     "connect": limits.OCI_CONNECT_TIMEOUT_S,
@@ -78,42 +76,15 @@ def tls(certificates: bytes | None) -> ssl.SSLContext:
     return context
 
 
-class _Checked(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that were looked at, and to nothing else."""
-
-    def __init__(self, known: set[str], refuse: Callable[[str], str | None]) -> None:
-        self._real = httpcore.AnyIOBackend()
-        self._known, self._refuse = known, refuse
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise httpcore.ConnectError(f"{host} cannot be resolved: {error.strerror or error}") from error
-        problem: Exception = httpcore.ConnectError(f"{host} has no address")
-        for address in dict.fromkeys(str(entry[4][0]) for entry in found):
-            if f"{host}:{port}" not in self._known and (why := self._refuse(address.partition("%")[0])):
-                # Not the next one instead: who answers with an address of ours among others means no good.
-                raise RefusedError(f"{host} is {address}, {why}")
-            try:
-                return await self._real.connect_tcp(address, port, timeout, local_address, socket_options)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                problem = httpcore.ConnectError(f"{host} port {port}: {error or 'no answer'}")
-        raise problem
-
-
 class Pools:
     """Connections kept for the next request, by the proxy they go through."""
 
     def __init__(self, context: ssl.SSLContext, known: set[str], refuse: Callable[[str], str | None]) -> None:
-        self._context, self._checked = context, _Checked(known, refuse)
+        def judge(host: str, port: int, address: str) -> None:
+            if f"{host}:{port}" not in known and (why := refuse(address)):
+                raise RefusedError(f"{host} is {address}, {why}")
+
+        self._context, self._checked = context, Checked(judge)
         self._pools: dict[str, httpcore.AsyncConnectionPool] = {}
 
     def _pool(self, url: Url) -> httpcore.AsyncConnectionPool:

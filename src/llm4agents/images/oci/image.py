@@ -69,7 +69,7 @@ class OciConfig:
 
     env: Mapping[str, str]
     workdir: str
-    """Absolute; it is there."""
+    """Absolute; it is there once the files are."""
     user: str | None
     """Name or uid of who runs it, without a group; None: it names nobody, which is root elsewhere."""
     group: str | None
@@ -78,6 +78,11 @@ class OciConfig:
     ports: tuple[int, ...]
     """Exposed TCP ports."""
     labels: Mapping[str, str]
+    volumes: tuple[str, ...] = ()
+    """Absolute paths."""
+    diffs: tuple[str, ...] = ()
+    """SHA-256 of each layer's tar, 64 hex digits."""
+    # What is known once its files are there.
     shell: str | None = None
     """Path of the shell it has; None: an image of programs alone, in which steps that need a shell cannot run."""
     systemd: bool = False

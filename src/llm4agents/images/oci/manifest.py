@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
+from llm4agents.images.oci.image import OciConfig
 
 INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -49,23 +50,6 @@ class Manifest:
     digest: str
     config: Descriptor
     layers: tuple[Descriptor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What an image's configuration says, before anything of it is compared with its files."""
-
-    env: dict[str, str]
-    workdir: str
-    user: str | None
-    group: str | None
-    entrypoint: tuple[str, ...]
-    cmd: tuple[str, ...]
-    ports: tuple[int, ...]
-    labels: dict[str, str]
-    volumes: tuple[str, ...]
-    diffs: tuple[str, ...]
-    """SHA-256 of each layer's tar, 64 hex digits."""
 
 
 def refuse(why: str, hint: str | None = None) -> NoReturn:
@@ -163,7 +147,7 @@ def manifest(data: dict[str, Any], digest: str) -> Manifest:
     return Manifest(digest, config, found)
 
 
-def configuration(data: dict[str, Any], layers: int, platform: str) -> Said:
+def configuration(data: dict[str, Any], layers: int, platform: str) -> OciConfig:
     """What the configuration says. `layers`: how many the manifest has."""
     if (made := _platform(data)) != platform and not made.startswith(platform + "/"):
         refuse(f"it is for {made}, not for {platform}")
@@ -189,7 +173,7 @@ def configuration(data: dict[str, Any], layers: int, platform: str) -> Said:
     if not isinstance(user, str) or not isinstance(workdir, str):
         refuse("its user or working directory is no string")
     name, _, group = user.partition(":")
-    return Said(
+    return OciConfig(
         env=env,
         workdir="/" + workdir.strip("/") if _sane(workdir) else refuse("its working directory is no path"),
         user=name or None,

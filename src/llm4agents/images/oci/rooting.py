@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from llm4agents.images import process, trust
 from llm4agents.images.cache import Cache, digest_of
 from llm4agents.images.oci import manifest, pull, reference
 from llm4agents.images.oci.image import Auth, OciConfig, OciRootfs, Registries
-from llm4agents.images.oci.manifest import Said
 from llm4agents.images.overlay import EPOCH, RESOLV_CONF
 from llm4agents.images.process import check_room, in_thread
 from llm4agents.images.progress import Progress, silent
@@ -86,23 +86,12 @@ def _bundle() -> bytes:
         return b""
 
 
-def _recall(cache: Cache, key: str, said: Said, digest: str) -> OciRootfs | None:
+def _recall(cache: Cache, key: str, said: OciConfig, digest: str) -> OciRootfs | None:
     body = cache.recall("oci", key)
     path = cache.blob(body["digest"]) if body else None
     if body is None or path is None:
         return None
-    config = OciConfig(
-        env=said.env,
-        workdir=said.workdir,
-        user=said.user,
-        group=said.group,
-        entrypoint=said.entrypoint,
-        cmd=said.cmd,
-        ports=said.ports,
-        labels=said.labels,
-        shell=body["shell"],
-        systemd=body["systemd"],
-    )
+    config = replace(said, shell=body["shell"], systemd=body["systemd"])
     packages = tuple((str(name), str(version)) for name, version in body["packages"])
     return OciRootfs(
         path, body["digest"], path.stat().st_size, config, digest, packages, tuple(body["notes"])
@@ -113,7 +102,7 @@ async def _make(
     cache: Cache,
     progress: Progress,
     key: str,
-    said: Said,
+    said: OciConfig,
     layers: list[Path],
     certificates: dict[str, bytes],
     bundle: bytes,

@@ -198,7 +198,7 @@ class CloudHypervisorMachine(LiveMachine):
                     state = await asyncio.to_thread(frozen.read_state, io)
                     state = frozen.in_one_file(state, self._spec.memory_mib << 20)
                     size = await asyncio.to_thread(frozen.save_memory, io, directory / snapshot.MEMORY)
-                    await asyncio.to_thread(_write_durably, directory / snapshot.STATE, state)
+                    await asyncio.to_thread(snapshot.write_part, directory / snapshot.STATE, state)
                 finally:
                     frozen.clear(io)
             made = Snapshot(directory, self._spec, self._identity, size)
@@ -314,11 +314,3 @@ def _ram_of(pid: int, size: int) -> int:
         f"the {size >> 20} MiB of a machine that was booted from its disk cannot be looked through for what changed",
         hint="under Cloud Hypervisor a cold resume can be paused again up to 3072 MiB",
     )
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        path.chmod(0o600)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

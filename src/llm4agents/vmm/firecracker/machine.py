@@ -244,7 +244,7 @@ class FirecrackerMachine(LiveMachine):
             raise ConflictError(f"{directory} exists already") from None
         try:
             state = await self._saved_state()
-            await asyncio.to_thread(_write, directory / snapshot.STATE, state)
+            await asyncio.to_thread(snapshot.write_part, directory / snapshot.STATE, state)
             places = self._booted_places(self._spec.memory_mib << 20)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             # Readable to the uids of clones, in a directory that nobody else may enter.
@@ -337,14 +337,6 @@ class FirecrackerMachine(LiveMachine):
         ended = await super().stop()
         jail.remove(self._layout.base)
         return ended
-
-
-def _write(path: Path, body: bytes) -> None:
-    with path.open("xb") as file:
-        path.chmod(0o600)
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _pwrite(fd: int, body: bytes) -> None:

@@ -278,6 +278,9 @@ def test_cold_resume_keeps_files(shared_node: Node) -> None:
     kill(node, sandbox)
 
 
+GOES_ON = "cd; echo first; until [ -e go ]; do sleep 0.1; done; echo second"
+
+
 def test_calls_under_way_end_with_the_pause_and_their_process_goes_on(
     shared_node: Node, sandbox: str
 ) -> None:
@@ -285,7 +288,7 @@ def test_calls_under_way_end_with_the_pause_and_their_process_goes_on(
     with node.http.stream(
         "POST",
         f"/v1/sandboxes/{sandbox}/exec",
-        json={"command": "echo first; sleep 1; echo second", "stream": True, "timeout_s": 60},
+        json={"command": GOES_ON, "stream": True, "timeout_s": 60},
     ) as answer:
         events = lines(answer)
         started = next(events)
@@ -295,6 +298,7 @@ def test_calls_under_way_end_with_the_pause_and_their_process_goes_on(
         error = next(events)
     assert error["code"] == "sandbox_paused" and error["outcome"] == "unknown"
     assert error["details"]["process"] == started["id"] and error["details"]["offset"] == 6
+    out(node, sandbox, "touch go")
     with node.http.stream(
         "GET",
         f"/v1/sandboxes/{sandbox}/processes/{started['id']}/output",

@@ -25,6 +25,7 @@ _FORMAT: Final = b"\x01"
 _NONCE_BYTES: Final = 12
 _ID_BYTES: Final = 8
 _KEY_BYTES: Final = 32
+_OTHER: Final = b"llm4agents sealed\0"
 _WHAT: Final = "the key of the secrets"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _AWS: Final = {
@@ -130,18 +131,30 @@ class Vault:
 
     def seal(self, name: str, version: int, value: Value) -> bytes:
         """The value sealed as that version of that name. Raises HostSetupError when there is no key."""
+        return self._seal(json.dumps(value, ensure_ascii=False).encode(), _associated(name, version))
+
+    def open(self, name: str, version: int, sealed: bytes) -> Value:
+        """The value again. Raises CannotOpen: no key, another key, another name or version, or changed bytes."""
+        return value_of(json.loads(self._open(sealed, _associated(name, version))))
+
+    def seal_bytes(self, what: str, body: bytes) -> bytes:
+        """What is no secret of a project's and lies in the store, sealed as `what`. Raises as `seal`."""
+        return self._seal(body, _OTHER + what.encode())
+
+    def open_bytes(self, what: str, sealed: bytes) -> bytes:
+        """The bytes again. Raises as `open`."""
+        return self._open(sealed, _OTHER + what.encode())
+
+    def _seal(self, body: bytes, associated: bytes) -> bytes:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         key = self._read()
         if key is None:
             raise HostSetupError(f"{_WHAT} {self.path} is gone", hint="put it back")
         nonce = os.urandom(_NONCE_BYTES)
-        body = json.dumps(value, ensure_ascii=False).encode()
-        sealed = AESGCM(key).encrypt(nonce, body, _associated(name, version))
-        return _FORMAT + _id(key) + nonce + sealed
+        return _FORMAT + _id(key) + nonce + AESGCM(key).encrypt(nonce, body, associated)
 
-    def open(self, name: str, version: int, sealed: bytes) -> Value:
-        """The value again. Raises CannotOpen: no key, another key, another name or version, or changed bytes."""
+    def _open(self, sealed: bytes, associated: bytes) -> bytes:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -155,7 +168,7 @@ class Vault:
             raise CannotOpen(f"{self.path} is another key than the one they were sealed with")
         nonce, body = sealed[head : head + _NONCE_BYTES], sealed[head + _NONCE_BYTES :]
         try:
-            return value_of(json.loads(AESGCM(key).decrypt(nonce, body, _associated(name, version))))
+            return AESGCM(key).decrypt(nonce, body, associated)
         except InvalidTag:
             raise CannotOpen("what is stored was changed") from None
 

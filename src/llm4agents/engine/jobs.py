@@ -19,6 +19,7 @@ import structlog
 from llm4agents import limits
 from llm4agents.engine import clock, lifecycle, processes, schedule, webhooks
 from llm4agents.engine.runs import Carrier, Sandboxes, kill
+from llm4agents.engine.secrets import Secrets
 from llm4agents.errors import (
     CapacityError,
     ConflictError,
@@ -55,13 +56,15 @@ class Jobs:
         self,
         sandboxes: Sandboxes,
         store: Store,
+        sealing: Secrets,
         *,
         webhooks_on: bool,
         refuse: webhooks.Refuse = lambda address: None,
     ) -> None:
-        """`refuse`: which addresses no webhook goes to, of a job whose maker does not run this host."""
+        """`sealing`: what webhooks are signed with lies sealed in the store. `refuse`: which addresses no webhook goes
+        to, of a job whose maker does not run this host."""
         self._sandboxes, self._store, self._webhooks_on = sandboxes, JobStore(store), webhooks_on
-        self._refuse = refuse
+        self._refuse, self._sealing = refuse, sealing
         self._carried: dict[str, JobRow] = {}
         """Jobs of which a run is under way."""
         self._tells: dict[int, RunRow] = {}
@@ -135,8 +138,11 @@ class Jobs:
             secret = secrets.token_urlsafe(32)
         now = clock.wall_s()
         first = schedule.first(at, every_s, now)
-        stored = {**spec, "at": at, "every_s": every_s, "beat": first, "secret": secret, "guarded": guarded}
-        job = JobRow(new_id(), sandbox, stored, "waiting", now, next_at=first)
+        ident = new_id()
+        stored = {**spec, "at": at, "every_s": every_s, "beat": first, "guarded": guarded}
+        if secret is not None:
+            stored["sealed"] = self._sealing.seal(f"webhook/{ident}", secret.encode()).hex()
+        job = JobRow(ident, sandbox, stored, "waiting", now, next_at=first)
         self._store.add(job)
         self._store.forget_older(sandbox, limits.JOBS_ENDED_KEPT)
         log.info("job_added", sandbox=sandbox, job=job.id, next_at=first)
@@ -342,14 +348,14 @@ class Jobs:
                 entry["status"] = await webhooks.deliver(
                     job.spec["webhook"],
                     message,
-                    job.spec["secret"],
+                    self._secret(job),
                     int(now),
                     self._refuse if job.spec.get("guarded") else None,
                 )
                 told |= {"answered": clock.wall_s(), "next_at": None}
             except Exception as error:
                 # Whatever it is: what is not written down as tried would be tried again at once, and for ever.
-                if not isinstance(error, webhooks.WebhookError):
+                if not isinstance(error, webhooks.WebhookError | LLM4AgentsError):
                     log.error("webhook_failed", job=run.job, exc_info=error)
                 entry["error"] = str(error) or type(error).__name__
                 told["next_at"] = schedule.retry_at(told["tries"], clock.wall_s())
@@ -358,6 +364,12 @@ class Jobs:
         finally:
             self._telling.discard(run.id)
             self._poke.set()
+
+    def _secret(self, job: JobRow) -> str:
+        """Of its webhook. Raises HostSetupError when the key it is sealed with is lost: until that is back."""
+        if (plain := job.spec.get("secret")) is not None:  # of an older version
+            return str(plain)
+        return self._sealing.unseal(f"webhook/{job.id}", bytes.fromhex(job.spec["sealed"])).decode()
 
     def _told(self, run: RunRow, told: dict[str, Any]) -> None:
         with contextlib.suppress(CapacityError):  # then it is told once more
@@ -428,7 +440,7 @@ def _tell_at(run: RunRow) -> float:
 
 def describe(job: JobRow, last: RunRow | None) -> dict[str, Any]:
     """A job as the wire has it: without its secret."""
-    hidden = ("secret", "beat", "guarded")
+    hidden = ("secret", "sealed", "beat", "guarded")
     return {
         "id": job.id,
         "sandbox": job.sandbox,

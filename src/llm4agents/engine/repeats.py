@@ -1,18 +1,21 @@
 """Calls that are sent again under the same idempotency key: the first answer is kept and given again.
 
 Kept are answers of calls that did something, or may have. One that did nothing (`outcome` not_started) may be tried
-again with its key, which is what a client does when the node was full.
+again with its key, which is what a client does when the node was full. They lie sealed in the store: an answer may have
+what is told only once.
 Not here: what of a request makes it the same, and how an answer is read and sent (`api.access.once`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
 from llm4agents import limits
 from llm4agents.engine import clock
-from llm4agents.errors import CapacityError, ConflictError
+from llm4agents.engine.secrets import Secrets
+from llm4agents.errors import CapacityError, ConflictError, HostSetupError
 from llm4agents.store import Store
 from llm4agents.store import idempotency as rows
 
@@ -20,8 +23,8 @@ from llm4agents.store import idempotency as rows
 class Repeats:
     """One per engine."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, secrets: Secrets) -> None:
+        self._store, self._secrets = store, secrets
         self._under_way: set[tuple[str, str]] = set()
         self._since_trim = 0
         self._trimmed_at = -math.inf
@@ -51,18 +54,28 @@ class Repeats:
         if found.status is not None and found.answer is None:
             raise ConflictError(
                 f"the request with this idempotency key was done (status {found.status}); "
-                "its answer was too large to keep"
+                "its answer was too large to keep, or could not be sealed"
             )
         if found.status is None or found.answer is None:
             raise ConflictError(
                 "the request with this idempotency key was begun, and how it ended is not known",
                 hint="look whether it was done; then send it with a new key",
             )
-        return found.status, found.answer
+        try:
+            return found.status, self._secrets.unseal(_sealed_as(project, key), found.answer)
+        except HostSetupError as error:
+            raise ConflictError(
+                f"the request with this idempotency key was done (status {found.status}); its answer cannot be read: "
+                f"{error.message}"
+            ) from None
 
     def end(self, project: str, key: str, status: int, answer: bytes | None) -> None:
         """Keep the answer; None: it is too large, and that it was done is all that is remembered."""
-        self._write(lambda: rows.end(self._store, project, key, status, answer))
+        sealed = None
+        if answer is not None:
+            with contextlib.suppress(HostSetupError):  # the key is lost: never in plain
+                sealed = self._secrets.seal(_sealed_as(project, key), answer)
+        self._write(lambda: rows.end(self._store, project, key, status, sealed))
         self._under_way.discard((project, key))
 
     def forget(self, project: str, key: str) -> None:
@@ -95,3 +108,8 @@ class Repeats:
                 keep=limits.IDEMPOTENCY_ROWS_MAX,
                 bytes_max=limits.IDEMPOTENCY_BYTES_MAX,
             )
+
+
+def _sealed_as(project: str, key: str) -> str:
+    """No other call's answer can be put in its place."""
+    return f"answer/{project}/{key}"

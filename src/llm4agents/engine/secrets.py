@@ -1,7 +1,8 @@
 """Secrets of projects: set, listed, removed; and their values for the interceptor, which nothing else is given.
 
-Write-only: no answer, event, log line or error has a value in it, and no function here but `resolve` returns one. Not
-here: sealing (`barrier.vault`), bindings and where a value is put in (`barrier.policy`, the interceptor).
+Write-only: no answer, event, log line or error has a value in it, and no function here but `resolve` returns one. What
+else lies sealed in the store has the same key (`seal`). Not here: sealing (`barrier.vault`), bindings and where a value
+is put in (`barrier.policy`, the interceptor).
 """
 
 from __future__ import annotations
@@ -113,6 +114,26 @@ class Secrets:
             except CannotOpen as error:
                 raise self._lost(error.reason, project) from None
         return found
+
+    # -- what else lies sealed in the store
+
+    def seal(self, what: str, body: bytes) -> bytes:
+        """`body` under the key of the secrets, as nothing but `what`. Raises HostSetupError when the key is lost."""
+        if self._vault.lost:
+            if rows.rows(self._store):
+                raise HostSetupError("the key that the server seals with is lost", hint="put it back")
+            self._vault.make()
+        return self._vault.seal_bytes(what, body)
+
+    def unseal(self, what: str, sealed: bytes) -> bytes:
+        """It again. Raises HostSetupError: the key is lost, or another."""
+        try:
+            return self._vault.open_bytes(what, sealed)
+        except CannotOpen:
+            raise HostSetupError(
+                "it lies sealed in the store, and the server's key does not open it",
+                hint="put the right key back",
+            ) from None
 
     # -- inside
 

@@ -15,9 +15,11 @@ import structlog
 
 from llm4agents import limits
 from llm4agents.api.access.answer import Answer
+from llm4agents.barrier.vault import Vault
 from llm4agents.engine.audit import Entry
 from llm4agents.engine.quotas import Share
 from llm4agents.engine.repeats import Repeats
+from llm4agents.engine.secrets import Secrets
 from tests.unit.api.served import Served, serving
 
 ONE = "sbx_" + "1" * 20
@@ -143,9 +145,39 @@ def test_how_a_broken_off_request_ended_is_not_guessed(served: Served) -> None:
     finally:
         engine.repeats.begin = begin  # type: ignore[method-assign]
     assert first.status_code == 201
-    later = served.on_loop(Repeats, store)
+    later = served.on_loop(Repeats, store, engine.secrets)
     with pytest.raises(Exception, match="not known"):
         served.on_loop(later.begin, "default", "broken", seen[0])
+
+
+def test_what_is_told_once_lies_sealed_in_the_store(served: Served, tmp_path: Path) -> None:
+    engine, ident = served.context.engine, "sbx_" + "s" * 20
+    project = served.project("sealed")
+    key = served.key(project)
+    served.sandbox(ident, project)
+    wish = {"command": "true", "at": round(time.time() + 3_600, -5), "webhook": "http://192.0.2.1/hook"}
+
+    def ask() -> httpx.Response:
+        path = f"/v1/sandboxes/{ident}/jobs"
+        return served.ask("POST", path, key, headers={"idempotency-key": "k"}, json=wish)
+
+    first, again = ask(), ask()
+    secret = first.json()["webhook_secret"]
+    assert again.json() == first.json() and again.headers["idempotent-replayed"] == "true"
+    served.on_loop(engine.store.checkpoint)
+    files = [path.read_bytes() for path in served.context.settings.state.glob("store.db*")]
+    assert files and not any(secret.encode() in text or b"webhook_secret" in text for text in files)
+    job = served.on_loop(engine.jobs.get, ident, first.json()["id"])
+    assert served.on_loop(engine.jobs._secret, job) == secret and "sealed" not in first.json()
+    # Without the key it is known that it was done, and no more.
+    kept, engine.repeats = engine.repeats, Repeats(engine.store, Secrets(engine.store, Vault(tmp_path)))
+    try:
+        lost = ask()
+    finally:
+        engine.repeats = kept
+    assert (
+        lost.status_code == 409 and "status 201" in lost.json()["detail"] and str(tmp_path) not in lost.text
+    )
 
 
 def test_an_answer_with_a_secret_is_kept_nowhere(served: Served) -> None:

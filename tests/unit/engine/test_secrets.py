@@ -140,6 +140,21 @@ def test_a_lost_key_names_what_must_be_set_again(secrets: Secrets, store: Store,
     assert [one["name"] for one in other.list()] == ["A", "B"]
 
 
+def test_what_else_is_sealed_needs_the_same_key(secrets: Secrets, tmp_path: Path, store: Store) -> None:
+    sealed = secrets.seal("answer/a", b"told once")  # the first that needs a key
+    assert secrets.unseal("answer/a", sealed) == b"told once" and b"told once" not in sealed
+    with pytest.raises(HostSetupError, match="does not open"):
+        secrets.unseal("answer/b", sealed)
+    put(secrets, "A")
+    (tmp_path / "vault.key").unlink()
+    later = Secrets(store, Vault(tmp_path))
+    with pytest.raises(HostSetupError, match="is lost"):
+        later.seal("answer/a", b"more")
+    with pytest.raises(HostSetupError):
+        later.unseal("answer/a", sealed)
+    assert not (tmp_path / "vault.key").exists()
+
+
 def test_one_that_is_removed_is_told_with_who_used_it(secrets: Secrets, store: Store) -> None:
     put(secrets, "A")
     binding = {"secret": "A", "host": "api.example.com", "as": "bearer"}

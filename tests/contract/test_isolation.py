@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 
 from llm4agents.errors import ConflictError
-from llm4agents.vmm.base import Disk
+from llm4agents.images import layers
+from llm4agents.vmm import given
+from llm4agents.vmm.base import Disk, MachineRecord
 from llm4agents.vmm.jail import isolation, promises
+from llm4agents.vmm.qemu.machine import QemuMachine
 from tests.support import stranger
 
-from .lab import Frozen, Lab, copy_sparse, in_lab, run
+from .lab import Frozen, Lab, copy_sparse, go_on, in_lab, run, stand_still
 
 pytestmark = pytest.mark.vm
 ROOT = os.geteuid() == 0
@@ -118,6 +121,45 @@ def test_a_process_that_has_no_business_there_is_found(frozen: Frozen) -> None:
         await machine.stop()
         with pytest.raises(ConflictError, match="has ended"):
             isolation.report(machine.record)
+
+    in_lab(frozen, test)
+
+
+def test_files_of_its_acts_are_its_own_and_others_are_found(frozen: Frozen) -> None:
+    async def test(lab: Lab) -> None:
+        old = lab.overlay()
+        machine, agent = await lab.clone(overlay=old)
+        await stand_still(machine, agent, fs=True)
+        made = await machine.checkpoint(lab.home / "pause", base=frozen.snapshot)
+        assert told(isolation.report(machine.record)) == []
+        if not frozen.raw:
+            top = lab.home / "top"
+            layers.new_overlay(frozen.home / "empty.qcow2", top)
+            under = (old.rename(lab.home / "layer"), frozen.home / "upper.raw")
+            await machine.switch_disk("upper", Disk("upper", top, "qcow2", False, backing=under))
+            assert told(isolation.report(machine.record)) == []
+        await go_on(machine, agent)
+        await made.discard()
+        assert await run(agent, "echo well > /root/f; sync; cat /root/f") == (0, "well")
+        assert told(isolation.report(machine.record)) == []
+        if not isinstance(machine, QemuMachine):
+            return  # others open what is in their root, and take no descriptor
+        assert "write" not in machine.record.extra["files"].values()
+        # What a later server has of it, which knows its disk by name.
+        record = MachineRecord.from_json(json.loads(json.dumps(machine.record.to_json())))
+        record.extra["files"].pop(given.key(top.stat()))
+        assert told(isolation.report(record, (top, *under))) == []
+        # Its server's database would be such a file, or another template's memory.
+        foreign = lab.home / "state.db"
+        foreign.touch()
+        for flags in (os.O_RDONLY, os.O_RDWR):
+            fd = os.open(foreign, flags | os.O_CLOEXEC)
+            try:
+                its = int((await machine._command("add-fd", fd=fd))["fd"])
+            finally:
+                os.close(fd)
+            words = f"vmm: descriptor {its} ({foreign}) is a file that was not given to it"
+            assert words in told(isolation.report(machine.record))
 
     in_lab(frozen, test)
 

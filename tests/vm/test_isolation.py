@@ -69,3 +69,42 @@ def test_everything_promised_of_a_sandbox_holds_and_its_owner_can_see_it(node: N
         node.call("DELETE", f"/v1/sandboxes/{sandbox}")
     assert node.http.get(path).status_code >= 400
     assert node.http.get("/v1/sandboxes/sbx_00000000000000000000/isolation").status_code == 404
+
+
+def test_its_files_stay_its_own_through_forks_a_servers_crash_pauses_and_volumes(
+    nodes: Callable[..., Node],
+) -> None:
+    """What was given to a VMM at its start is not what it has later: none of that may look like another's."""
+    node = nodes().start()
+    for name in ("mine", "read"):
+        node.call("POST", "/v1/volumes", json={"name": name, "size_mib": 16})
+    volumes = [{"volume": "mine", "path": "/mine"}, {"volume": "read", "path": "/read", "mode": "ro"}]
+    first = node.create(memory_mib=256, network="public" if ROOT else "none", volumes=volumes)
+
+    def clean(*sandboxes: str) -> None:
+        for sandbox in sandboxes:
+            found = node.call("GET", f"/v1/sandboxes/{sandbox}/isolation")
+            assert (found["differences"], found["ok"]) == ([], True), sandbox
+            files = [one for one in found["processes"][0]["descriptors"] if one["kind"] == "file"]
+            assert {one["given"] for one in files} <= {"read", "read-write"}
+
+    def fork(sandbox: str) -> str:
+        (child,) = node.call("POST", f"/v1/sandboxes/{sandbox}/fork", json={"volumes": "leave"})["data"]
+        return str(child["id"])
+
+    clean(first)
+    child = fork(first)
+    clean(first, child)
+    fork(first)  # another layer
+    node.kill9()
+    node.start()
+    clean(first, child)
+    node.call("POST", f"/v1/sandboxes/{first}/pause", json={})
+    node.call("POST", f"/v1/sandboxes/{first}/volumes/detach", json={"volume": "read"})
+    node.call("POST", f"/v1/sandboxes/{first}/resume", json={})
+    clean(first)
+    node.call("POST", f"/v1/sandboxes/{child}/pause", json={})
+    node.call("POST", f"/v1/sandboxes/{child}/resume", json={"cold": True})
+    clean(child)
+    protected = node.create(memory_mib=256, protect=["/etc/hostname"])
+    clean(protected)

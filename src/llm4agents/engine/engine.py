@@ -519,7 +519,9 @@ class Engine(Acts):
         """How its processes are confined (`engine.isolation`). Raises what `live` does, ConflictError."""
         if self.get(sandbox).state == "paused":
             raise ConflictError(f"{sandbox} is paused: it has no process", hint="resume it first")
-        return await isolation.of(self.live(sandbox), self.networks.barrier.processes())
+        live = self.live(sandbox)
+        top, layers = self.places.chain(live.row)
+        return await isolation.of(live, self.networks.barrier.processes(), (top, *layers))
 
     def usage(self) -> dict[str, Any]:
         """Disk use of this node, by part, in bytes that are allocated. Blocks: for a thread."""

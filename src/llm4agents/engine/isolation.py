@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llm4agents import limits
@@ -16,15 +17,15 @@ from llm4agents.errors import ConflictError, TimedOutError
 from llm4agents.vmm.jail import isolation
 
 
-async def of(live: Live, workers: Mapping[str, int]) -> dict[str, Any]:
-    """The report of docs/design/vmm.md. `workers`: pids of the barrier's processes, by name.
+async def of(live: Live, workers: Mapping[str, int], disk: tuple[Path, ...]) -> dict[str, Any]:
+    """The report of docs/design/vmm.md. `workers`: pids of the barrier's processes, by name. `disk`: top and layers.
 
     Raises ConflictError when the machine has ended.
     """
     record = live.machine.record
 
     def look() -> dict[str, Any]:
-        seen = isolation.report(record)
+        seen = isolation.report(record, disk)
         served = [isolation.worker(role, pid) for role, pid in workers.items()]
         processes = (*seen.processes, *(process for process in served if process is not None))
         return isolation.describe(replace(seen, processes=processes))

@@ -21,7 +21,7 @@ from llm4agents import limits
 from llm4agents.cli import confinement
 from llm4agents.errors import ConflictError
 from llm4agents.sdk import results
-from llm4agents.vmm import procfs
+from llm4agents.vmm import given, procfs
 from llm4agents.vmm.base import MachineRecord
 from llm4agents.vmm.jail import isolation, promises, seen
 from llm4agents.vmm.jail.seen import (
@@ -199,7 +199,73 @@ def test_seals_are_asked_of_the_kernel() -> None:
 def test_a_file_that_is_called_like_sealed_memory_is_none(tmp_path: Path) -> None:
     # Only a path in a root of one's own can begin so; what is asked for is its seals, and it has none.
     with (tmp_path / "x").open("w") as file:
-        assert isolation._seals(os.open(f"/proc/self/fd/{file.fileno()}", os.O_PATH | os.O_CLOEXEC)) == 0
+        held = os.open(f"/proc/self/fd/{file.fileno()}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            assert isolation._seals(held) is None
+        finally:
+            os.close(held)
+
+
+def test_whose_a_file_is_is_told_by_its_inode(tmp_path: Path) -> None:
+    """Of what was given, what it writes to now, and what it has besides; this process in a VMM's place."""
+    ticks = procfs.start_ticks(os.getpid())
+    assert ticks is not None
+    ram = os.memfd_create("ram", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    root, top, state = (tmp_path / name for name in ("root", "top", "state.db"))
+    for path in (root, top, state):
+        path.touch()
+    modes = ((root, os.O_RDONLY), (top, os.O_RDWR), (state, os.O_RDWR))
+    fds = [os.open(path, mode | os.O_CLOEXEC) for path, mode in modes]
+    reader, writer = os.pipe()
+    try:
+        own = given.files([ram, fds[0], reader])
+        assert sorted(own.values()) == ["read", "read-write"]
+        record = MachineRecord("qemu", "m", tmp_path, *(os.getpid(), ticks) * 2, 0, {"files": own})
+        root.rename(tmp_path / "elsewhere")
+        found = isolation.report(record, [top])
+        assert (found.files_known, found.clone) == (True, False)
+        by_number = {entry.number: entry for entry in found.processes[0].descriptors or ()}
+        assert [by_number[fd].given for fd in (ram, *fds, reader)] == [
+            "read-write",
+            "read",
+            "read-write",
+            None,
+            None,
+        ]
+        given.note(record, state.stat(), "write")
+        by_number = {entry.number: entry for entry in isolation.report(record).processes[0].descriptors or ()}
+        assert [by_number[fd].given for fd in fds[1:]] == [None, "write"]
+        given.forget_written(record)
+        assert given.of(record) == own
+        assert len(own) == 2
+        assert not isolation.report(dataclasses.replace(record, extra={"base": "x"})).files_known
+    finally:
+        for fd in (ram, *fds, reader, writer):
+            os.close(fd)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a mount namespace")
+def test_a_file_opened_in_a_mount_namespace_of_its_own_is_of_its_root() -> None:
+    script = "import sys; own = open('/etc/hostname'); print(own.fileno(), flush=True); sys.stdin.read()"
+    with Path("/etc/passwd").open() as inherited:
+        child = subprocess.Popen(
+            ["unshare", "--mount", sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[inherited.fileno()],
+        )
+        with child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            opened = int(child.stdout.readline())
+            found = isolation.worker("vmm", child.pid)
+            child.stdin.close()
+        assert found is not None
+        by_number = {entry.number: entry for entry in found.descriptors or ()}
+        assert by_number[opened].given == "root"
+        assert by_number[inherited.fileno()].given is None
 
 
 def test_another_process_under_the_same_pid_is_not_looked_at(tmp_path: Path) -> None:
@@ -239,6 +305,9 @@ UID = 0x7000_0001
 CAPS: Mapping[str, tuple[str, ...]] = dict.fromkeys(promises.EVERY_SET, ())
 
 
+SEALED = ("seal", "shrink", "grow", "write")
+
+
 def a_thread(**changes: Any) -> Thread:
     return dataclasses.replace(Thread(10, "qemu", "filter", 2, True, ()), **changes)
 
@@ -265,8 +334,10 @@ def a_vmm(**changes: Any) -> Process:
         mounts=(Mount("/", "ext4", ("ro",), False), Mount("/proc", "proc", ("ro",), False)),
         descriptors=(
             Descriptor(0, "device null", "read-write", "/dev/null"),
-            Descriptor(3, "memory", "read", "/memfd:ram (deleted)", ("seal", "shrink", "grow", "write")),
+            Descriptor(3, "memory", "read", "/memfd:ram (deleted)", SEALED, "read-write"),
             Descriptor(4, "unix", "read-write", "/run/x/qmp.sock"),
+            Descriptor(12, "file", "read", "/blobs/root", given="read"),
+            Descriptor(13, "file", "read-write", "/s/upper.qcow2", given="read-write"),
         ),
         limits={"core": 0, "nofile": 1024, "fsize": 1, "as": 1, "nproc": 128},
         cgroup=Cgroup(
@@ -302,6 +373,11 @@ def root(**changes: Any) -> Root:
 
 def also(*more: Descriptor) -> tuple[Descriptor, ...]:
     return (*(a_vmm().descriptors or ()), *more)
+
+
+def memory(seals: tuple[str, ...], given: str | None) -> tuple[Descriptor, ...]:
+    first, _, *rest = a_vmm().descriptors or ()
+    return (first, Descriptor(3, "memory", "read-write", "/memfd:ram", seals, given), *rest)
 
 
 def group(**changes: Any) -> Cgroup:
@@ -373,8 +449,32 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "vmm: descriptor 5 (/run/y/qmp.sock) is a socket of somebody else's",
     ),
     (
-        {"descriptors": also(Descriptor(5, "memory", "read", "m", ("write",)))},
+        {"descriptors": also(Descriptor(5, "memory", "read", "m", ("write",), "read-write"))},
         "vmm: descriptor 5 (m) is memory of a template that is not sealed",
+    ),
+    (
+        {"descriptors": memory((), "read-write")},
+        "vmm: descriptor 3 (/memfd:ram) is memory of a template that is not sealed",
+    ),
+    (
+        {"descriptors": memory(SEALED, None)},
+        "vmm: descriptor 3 (/memfd:ram) is memory that was not given to it",
+    ),
+    (
+        {"descriptors": (a_vmm().descriptors or ())[:1]},
+        "vmm: it has no memory of its template open, so none that is known to be sealed",
+    ),
+    (
+        {"descriptors": also(Descriptor(5, "file", "read-write", "/s/state.db"))},
+        "vmm: descriptor 5 (/s/state.db) is a file that was not given to it",
+    ),
+    (
+        {"descriptors": also(Descriptor(5, "file", "read", "/etc/shadow", given="root"))},
+        "vmm: descriptor 5 (/etc/shadow) is a file that was not given to it",
+    ),
+    (
+        {"descriptors": also(Descriptor(5, "file", "read-write", "/blobs/root", given="read"))},
+        "vmm: descriptor 5 (/blobs/root) is open for read-write, and was given to it to be read",
     ),
     ({"descriptors": None}, "vmm: its descriptors cannot be seen"),
     ({"limits": {**(a_vmm().limits or {}), "core": None}}, "vmm: its limit of core is unlimited, not 0"),
@@ -389,6 +489,33 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "vmm: not seen, so not known to hold: fdinfo/3: Permission denied",
     ),
 ]
+
+
+def test_memory_without_a_seal_is_a_booted_machines_own_or_what_its_state_is_written_to() -> None:
+    assert told(a_report(a_vmm(descriptors=memory((), "read-write")), clone=False)) == []
+    assert told(a_report(a_vmm(descriptors=memory((), None)), clone=False)) == [
+        "vmm: descriptor 3 (/memfd:ram) is memory that was not given to it"
+    ]
+    assert told(a_report(a_vmm(descriptors=memory(("grow",), "read-write")), clone=False)) != []
+    state = Descriptor(20, "memory", "write", "/memfd:state", given="write")
+    assert told(a_report(a_vmm(descriptors=also(state)))) == []
+
+
+def test_files_in_a_root_of_its_own_are_those_of_a_vmm_that_opens_them_by_name() -> None:
+    opened = Descriptor(5, "file", "read-write", "/upper", given="root")
+    foreign = Descriptor(6, "file", "read-write", "/s/state.db")
+    for driver, filters in (("firecracker", 1), ("cloud-hypervisor", 1)):
+        vmm = a_vmm(descriptors=also(opened, foreign), threads=(a_thread(seccomp_filters=filters),))
+        found = promises.compare(a_report(vmm, driver=driver), promises.expected(driver, root=True))
+        assert [str(one) for one in found] == [
+            "vmm: descriptor 6 (/s/state.db) is a file that was not given to it"
+        ]
+
+
+def test_of_a_machine_whose_files_were_not_written_down_none_is_known_to_be_its_own() -> None:
+    assert told(a_report(a_vmm(descriptors=also()), files_known=False)) == [
+        "vmm: which files are its own was not written down when it started: pause and resume it"
+    ]
 
 
 @pytest.mark.parametrize(("changes", "words"), BROKEN, ids=[words for _, words in BROKEN])

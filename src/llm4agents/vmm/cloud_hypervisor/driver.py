@@ -20,7 +20,7 @@ from llm4agents.errors import (
     LLM4AgentsError,
     VersionMismatchError,
 )
-from llm4agents.vmm import host, pages, procfs, snapshot, uids
+from llm4agents.vmm import given, host, pages, procfs, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, command, frozen, place, probe
@@ -260,6 +260,7 @@ class CloudHypervisorDriver:
             extra={
                 "host_boot_id": procfs.host_boot_id(),
                 "jail": {**started.jail, **cell.notes},
+                given.FILES: given.files(launch.fds),
                 "disks": ground.inodes,
                 **({"base": base} if base is not None else {"identity": self.identity(spec, can)}),
             },

@@ -23,7 +23,7 @@ from llm4agents.errors import (
     LLM4AgentsError,
     VersionMismatchError,
 )
-from llm4agents.vmm import host, pages, process, procfs, slots, snapshot, uids
+from llm4agents.vmm import given, host, pages, process, procfs, slots, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import Capabilities, Disk, MachineRecord, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.checkpoint import Parts
@@ -301,6 +301,7 @@ class FirecrackerDriver:
             extra={
                 "host_boot_id": procfs.host_boot_id(),
                 "jail": {**started.jail, **notes},
+                given.FILES: {},  # all it has it opens in its root
                 "program": layout.program,
                 "version": self._traits.text,
                 **({"base": base} if base is not None else {"identity": identity}),

@@ -9,6 +9,7 @@ Not here: what is promised and whether it holds (`promises`), how the text is re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,13 +17,13 @@ import hashlib
 import os
 import platform
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llm4agents import limits
 from llm4agents.errors import ConflictError
-from llm4agents.vmm import procfs
+from llm4agents.vmm import given, procfs
 from llm4agents.vmm.base import MachineRecord
 from llm4agents.vmm.jail import seen
 from llm4agents.vmm.jail.promises import Difference, compare, expected
@@ -56,14 +57,20 @@ def _said(difference: Difference) -> dict[str, str]:
     return {"process": difference.process, "name": difference.name, "words": difference.words}
 
 
-def report(record: MachineRecord) -> Isolation:
+def report(record: MachineRecord, own: Iterable[Path] = ()) -> Isolation:
     """How the VMM of `record` and its shim are confined now. Blocks for some 10 ms: for a thread.
 
+    `own`: files of its disks now, beside those it was started with (the first is written to).
     Raises ConflictError when the machine has ended.
     """
     server = _Server()
+    files = given.of(record)
+    known = dict(files or {})
+    for place, path in enumerate(own):
+        with contextlib.suppress(OSError):
+            known.setdefault(given.key(path.stat()), "read" if place else "read-write")
     found = [
-        _process("vmm", record.vmm_pid, record.vmm_start_ticks, server),
+        _process("vmm", record.vmm_pid, record.vmm_start_ticks, server, known),
         _process("shim", record.shim_pid, record.shim_start_ticks, server),
     ]
     processes = tuple(process for process in found if process is not None)
@@ -77,6 +84,8 @@ def report(record: MachineRecord) -> Isolation:
         run_dir=str(record.run_dir),
         host=_host(server),
         processes=processes,
+        clone="base" in record.extra,
+        files_known=files is not None,
     )
 
 
@@ -129,8 +138,8 @@ class _Sockets:
 class _Reader:
     """One process, below a descriptor of its directory in /proc."""
 
-    def __init__(self, fd: int, server: _Server) -> None:
-        self.fd, self.server = fd, server
+    def __init__(self, fd: int, server: _Server, files: Mapping[str, str]) -> None:
+        self.fd, self.server, self.files = fd, server, files
         self.unseen: list[str] = []
 
     def path(self, name: str) -> str:
@@ -151,7 +160,10 @@ class _Reader:
         return None
 
 
-def _process(role: str, pid: int, ticks: int | None, server: _Server) -> Process | None:
+def _process(
+    role: str, pid: int, ticks: int | None, server: _Server, files: Mapping[str, str] | None = None
+) -> Process | None:
+    """`files`: what it was given, as `vmm.given` has it."""
     try:
         fd = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -160,7 +172,7 @@ def _process(role: str, pid: int, ticks: int | None, server: _Server) -> Process
         # Looked at after it is held: from here on the descriptor leads to that process or nowhere.
         if ticks is not None and not procfs.alive(pid, ticks):
             return None
-        return _read(role, pid, _Reader(fd, server))
+        return _read(role, pid, _Reader(fd, server, files or {}))
     except ProcessLookupError:
         return None
     finally:
@@ -194,7 +206,7 @@ def _read(role: str, pid: int, reader: _Reader) -> Process:
             "root", lambda: _root(reader, mounts or [], uids, seen.numbers(status.get("Gid")))
         ),
         mounts=None if mounts is None else tuple(mounts),
-        descriptors=reader.attempt("fd", lambda: _descriptors(reader)),
+        descriptors=reader.attempt("fd", lambda: _descriptors(reader, namespaces or {})),
         limits=None if limits_text is None else seen.rlimits(limits_text),
         cgroup=reader.attempt("cgroup", lambda: _cgroup(reader)),
         oom_score_adj=oom[0] if oom else None,
@@ -340,28 +352,36 @@ class _Walk:
         return mount is not None and "ro" in mount.options
 
 
-def _descriptors(reader: _Reader) -> tuple[Descriptor, ...]:
+def _descriptors(reader: _Reader, namespaces: Mapping[str, Namespace]) -> tuple[Descriptor, ...]:
     sockets = reader.server.sockets
+    space = namespaces.get("mnt")
+    within = frozenset[str]()
+    if space is not None and not space.shared:
+        within = seen.mount_ids(reader.text("mountinfo") or "")
     own = _Sockets()
     own.add(lambda name: reader.text(f"net/{name}"))
     found = []
     for name in _numbered(reader.path("fd"))[: limits.ISOLATION_DESCRIPTORS_MAX]:
         try:
-            found.append(_descriptor(reader, int(name), sockets, own))
+            found.append(_descriptor(reader, int(name), sockets, own, within))
         except FileNotFoundError:
             continue  # closed meanwhile
     return tuple(found)
 
 
-def _descriptor(reader: _Reader, number: int, server: _Sockets, own: _Sockets) -> Descriptor:
+def _descriptor(
+    reader: _Reader, number: int, server: _Sockets, own: _Sockets, within: frozenset[str]
+) -> Descriptor:
+    """`within`: ids of the mounts of a namespace of its own."""
     # Held without being opened: what is asked of it is asked of one and the same thing.
     held = os.open(reader.path(f"fd/{number}"), os.O_PATH | os.O_CLOEXEC)
     try:
         target = _link(f"/proc/self/fd/{held}")
         about = os.fstat(held)
-        access = seen.access(_text(reader.fd, f"fdinfo/{number}"))
+        fdinfo = _text(reader.fd, f"fdinfo/{number}")
         kind, shown = "file", target
         seals: tuple[str, ...] = ()
+        whose: str | None = None
         if stat.S_ISSOCK(about.st_mode):
             kind, path = server.of(about.st_ino)
             if kind == "socket":
@@ -377,20 +397,24 @@ def _descriptor(reader: _Reader, number: int, server: _Sockets, own: _Sockets) -
             kind = seen.device(os.major(about.st_rdev), os.minor(about.st_rdev))
         elif target.startswith("anon_inode:"):
             kind = seen.anonymous(target)
-        elif target.startswith("/memfd:"):
-            kind, seals = "memory", seen.seals(_seals(held))
-        return Descriptor(number, kind, access, seen.plain(shown), seals)
+        else:
+            if target.startswith("/memfd:") and (bits := _seals(held)) is not None:
+                kind, seals = "memory", seen.seals(bits)
+            whose = reader.files.get(given.key(about))
+            if whose is None and seen.mount_id(fdinfo) in within:
+                whose = "root"
+        return Descriptor(number, kind, seen.access(fdinfo), seen.plain(shown), seals, whose)
     finally:
         os.close(held)
 
 
-def _seals(held: int) -> int:
-    """0 also for a file on a disk whose path looks like a memfd's."""
+def _seals(held: int) -> int | None:
+    """None of a file on a disk, whose path may look like a memfd's."""
     fd = os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        return 0
+        return None
     finally:
         os.close(fd)
 

@@ -49,8 +49,10 @@ class Part:
     """Of descriptors; None = not promised."""
     unix_below_run: bool = False
     """Unix sockets with a path are those of its own run directory."""
+    own_files: tuple[str, ...] | None = None
+    """What `Descriptor.given` of a file may be; None = not promised."""
     sealed: bool = False
-    """Memory it can only read is sealed against everybody's writing."""
+    """All memory it has is what it was given. A template's, which a clone runs on, is sealed against everybody."""
     limits: Mapping[str, int] | None = None
     """Hard resource limits: not above these."""
     limited: tuple[str, ...] = ()
@@ -76,6 +78,8 @@ class Difference:
 
 
 Found = Iterator[tuple[str, str]]
+_GIVEN = ("read", "write", "read-write")
+_SEALED = frozenset({"write", "shrink", "grow"})
 _VMM_LIMITS = {"core": 0, "nofile": 4096}
 REFUSED = {
     "ns": "the host allows it no namespaces of its own",
@@ -106,6 +110,8 @@ def expected(driver: str, root: bool) -> dict[str, Part]:
         devices=frozenset({"device null", "device kvm", "device urandom"}),
         kinds=QUIET_KINDS | KVM_KINDS | {"device null", "device net/tun", "device urandom"},
         unix_below_run=True,
+        # QEMU opens none by name, and the others what is bound into their roots.
+        own_files=_GIVEN if driver == "qemu" else (*_GIVEN, "root"),
         sealed=driver == "qemu",
         limits=_VMM_LIMITS,
         limited=("fsize", "as", "nproc") if root else ("fsize", "as"),
@@ -314,6 +320,11 @@ def _descriptors(process: Process, part: Part, report: Isolation) -> Found:
     if process.descriptors is None:
         yield "descriptors", "its descriptors cannot be seen"
         return
+    if part.own_files is not None and not report.files_known:
+        words = "which files are its own was not written down when it started: pause and resume it"
+        yield "descriptors", words
+    if part.sealed and report.clone and not any(entry.kind == "memory" for entry in process.descriptors):
+        yield "descriptors", "it has no memory of its template open, so none that is known to be sealed"
     for entry in process.descriptors:
         which = f"descriptor {entry.number} ({entry.target})"
         if entry.kind not in part.kinds:
@@ -324,8 +335,13 @@ def _descriptors(process: Process, part: Part, report: Isolation) -> Found:
             and not (_own_socket(entry, report.run_dir) or _own_place(entry.target, part))
         ):
             yield "descriptors", f"{which} is a socket of somebody else's"
-        elif part.sealed and entry.kind == "memory" and _unsealed(entry):
+        elif part.sealed and entry.kind == "memory" and _unsealed(entry, report.clone):
             yield "descriptors", f"{which} is memory of a template that is not sealed"
+        elif (entry.kind == "memory" and part.sealed) or (
+            entry.kind == "file" and part.own_files is not None
+        ):
+            for words in _not_own(entry, part) if report.files_known else ():
+                yield "descriptors", f"{which} {words}"
 
 
 def _own_place(path: str, part: Part) -> bool:
@@ -342,9 +358,18 @@ def _own_socket(entry: Descriptor, run_dir: str) -> bool:
     return re.fullmatch(r"/proc/self/fd/\d+/(qmp|agent|api|vsock|link)[a-z0-9_.]*", path) is not None
 
 
-def _unsealed(entry: Descriptor) -> bool:
-    """One that is sealed at all is sealed whole; one without a seal is a building machine's own memory."""
-    return bool(entry.seals) and not {"write", "shrink", "grow"} <= set(entry.seals)
+def _not_own(entry: Descriptor, part: Part) -> Iterator[str]:
+    if entry.given not in (part.own_files or ()):
+        yield f"is {'memory' if entry.kind == 'memory' else 'a file'} that was not given to it"
+    elif entry.kind == "file" and entry.given == "read" and entry.access in ("write", "read-write"):
+        yield f"is open for {entry.access}, and was given to it to be read"
+
+
+def _unsealed(entry: Descriptor, clone: bool) -> bool:
+    """A clone's is sealed whole, but for what it was given to write its state to. One that was booted has a memory of
+    its own without a seal; what it has that is sealed at all (kernel, initramfs) is sealed whole."""
+    wanted = entry.given != "write" if clone else bool(entry.seals)
+    return wanted and not set(entry.seals) >= _SEALED
 
 
 def _bounds(process: Process, part: Part, report: Isolation) -> Found:

@@ -104,6 +104,9 @@ class Descriptor:
     target: str
     """As the kernel names it, escaped; never what is in it."""
     seals: tuple[str, ...] = ()
+    given: str | None = None
+    """Of a `file` or `memory`: `read`, `write` or `read-write` as the server gave it, `root` when it was opened within
+    a mount namespace of its own; None: neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,10 @@ class Isolation:
     run_dir: str
     host: Host
     processes: tuple[Process, ...]
+    clone: bool = True
+    """It runs on the memory of a template; else it was booted, and its memory is its own."""
+    files_known: bool = True
+    """Which files it was given was written down when it started."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -317,6 +324,16 @@ def access(fdinfo: str) -> str:
     flags = next((line.split()[1] for line in fdinfo.split("\n") if line.startswith("flags:")), "0")
     value = int(flags, 8)
     return "path" if value & _O_PATH else _ACCESS[value & 3]
+
+
+def mount_ids(text: str) -> frozenset[str]:
+    """/proc/PID/mountinfo: those of all its mounts."""
+    return frozenset(line.partition(" ")[0] for line in text.split("\n"))
+
+
+def mount_id(fdinfo: str) -> str | None:
+    """Of the mount that it was opened through, which may be one of another namespace."""
+    return next((line.split()[1] for line in fdinfo.split("\n") if line.startswith("mnt_id:")), None)
 
 
 def seals(bits: int) -> tuple[str, ...]:

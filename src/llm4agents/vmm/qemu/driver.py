@@ -18,6 +18,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import HostSetupError, InvalidRequestError, LLM4AgentsError
+from llm4agents.vmm import given as given_
 from llm4agents.vmm import host, memory, pages, process, procfs, slots, snapshot, uids
 from llm4agents.vmm import shim as shim_
 from llm4agents.vmm.base import (
@@ -312,6 +313,7 @@ class QemuDriver:
                 extra={
                     "host_boot_id": procfs.host_boot_id(),
                     "jail": {**started.jail, **cell.notes},
+                    given_.FILES: given_.files(launch.fds),
                     **({"base": base} if base is not None else {"identity": self.identity(spec, can)}),
                 },
             )

@@ -24,7 +24,7 @@ from llm4agents.errors import (
     SandboxDiedError,
     VmmError,
 )
-from llm4agents.vmm import checkpoint, memory, pages, snapshot
+from llm4agents.vmm import checkpoint, given, memory, pages, snapshot
 from llm4agents.vmm.base import Checkpoint, Disk, MachineEvent, MachineRecord, MachineSpec, Snapshot
 from llm4agents.vmm.process import LiveMachine, connect, printable
 from llm4agents.vmm.qemu import disks
@@ -99,9 +99,12 @@ class QemuMachine(LiveMachine):
 
     async def resume(self) -> None:
         await self._command("cont")
+        sent = None
         while self._unused:
-            given = self._unused.pop()
-            self._qmp.send("remove-fd", fdset_id=given["fdset-id"], fd_=given["fd"])
+            unused = self._unused.pop()
+            sent = self._qmp.send("remove-fd", fdset_id=unused["fdset-id"], fd_=unused["fd"])
+        if sent is not None:
+            sent.add_done_callback(lambda _: given.forget_written(self.record))
 
     async def channel(self) -> socket.socket:
         self._check_alive("connect to")
@@ -250,10 +253,11 @@ class QemuMachine(LiveMachine):
         # QEMU wants a descriptor that can write and nothing else.
         writer = os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            given = await self._command("add-fd", fd=writer)
+            given.note(self.record, os.fstat(writer), "write")
+            added = await self._command("add-fd", fd=writer)
         finally:
             os.close(writer)
-        self._unused.append({"fdset-id": int(given["fdset-id"]), "fd": int(given["fd"])})
+        self._unused.append({"fdset-id": int(added["fdset-id"]), "fd": int(added["fd"])})
         filename = f"/dev/fdset/{self._unused[-1]['fdset-id']}"
         await self._command("xen-save-devices-state", filename=filename, live=False)
 
@@ -269,6 +273,8 @@ class QemuMachine(LiveMachine):
     @_doubting
     async def switch_disk(self, slot: str, overlay: Disk) -> None:
         await self._check_still("switch a disk of")
+        with contextlib.suppress(OSError):  # said by who opens it
+            given.note(self.record, overlay.path.stat(), "read-write")
         self._unused += await disks.switch(self._command, slot, overlay)
 
     @_doubting

@@ -45,6 +45,7 @@ Non-zero exits and Python exceptions inside a sandbox are results, not errors of
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar, Literal
 
 Outcome = Literal["not_started", "unknown", "finished"]
@@ -320,6 +321,13 @@ class VmmError(UnknownOutcomeError):
     """The virtual machine monitor refused a command."""
 
     code = "vmm_refused"
+
+
+def disk_full(number: int | None) -> CapacityError | None:
+    """In our words, when that errno says that a disk of the host has no room; None when it says anything else."""
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
 
 
 def all_errors() -> dict[str, type[LLM4AgentsError]]:

@@ -25,25 +25,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (links)")
 ELSEWHERE = "203.0.113.9"
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with lab.pool() as pool:
-        yield pool
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with lab.gateway() as gate:
-        yield gate
-
-
-@pytest.fixture
-def box(pool: Pool, gate: Gate) -> Iterator[tuple[Joined, Guest]]:
-    """A sandbox with profile `none`."""
-    with lab.guest_on(pool) as (link, guest):
-        yield gate.join(link, "none"), guest
-
-
 @pytest.fixture
 def web() -> Iterator[Origin]:
     with Origin(lab.http) as origin:

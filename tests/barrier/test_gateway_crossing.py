@@ -26,24 +26,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (links)")
 READ = {"rules": ["allow GET web.example.com/public/*"]}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with lab.pool() as pool:
-        yield pool
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with lab.gateway() as gate:
-        yield gate
-
-
-@pytest.fixture
-def box(pool: Pool, gate: Gate) -> Iterator[tuple[Joined, Guest]]:
-    with lab.guest_on(pool) as (link, guest):
-        yield gate.join(link, "none"), guest
-
-
 # -- the interceptor's side, played by the test
 
 

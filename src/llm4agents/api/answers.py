@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -16,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from llm4agents.api.context import CALLER, Context
 from llm4agents.errors import (
-    CapacityError,
     LLM4AgentsError,
     MediaTypeError,
     MethodNotAllowedError,
     UnknownOutcomeError,
+    disk_full,
     to_wire,
 )
 
@@ -118,8 +117,8 @@ async def as_they_come(
 
 def unforeseen(error: Exception) -> LLM4AgentsError:
     """What a caller is told of an error that is none of ours."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+    if isinstance(error, OSError) and (full := disk_full(error.errno)):
+        return full
     return UnknownOutcomeError(f"the server failed: {type(error).__name__}", hint="its log says more")
 
 

@@ -24,7 +24,7 @@ from llm4agents.engine.live import Live
 from llm4agents.engine.node import Places
 from llm4agents.engine.parts import Variant
 from llm4agents.engine.protecting import Protection
-from llm4agents.errors import BootError, CapacityError, GuestError, HostSetupError, LLM4AgentsError
+from llm4agents.errors import BootError, CapacityError, GuestError, HostSetupError, LLM4AgentsError, disk_full
 from llm4agents.guest.verbs import Agent
 from llm4agents.store import SandboxRow, Store
 from llm4agents.vmm.base import Disk, Driver, Machine, Placement, Snapshot
@@ -354,8 +354,8 @@ def _tell(
 
 def _host_error(error: OSError) -> LLM4AgentsError:
     """What the host's kernel refused us while making a sandbox, as an error of ours."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
+    if full := disk_full(error.errno):
+        return full
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
         return CapacityError(f"the host has no more room: {error.strerror}", hint="end some sandboxes")
     return HostSetupError(f"a sandbox could not be made: {error}", hint="llm4agents doctor")

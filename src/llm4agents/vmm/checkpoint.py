@@ -17,7 +17,7 @@ from pathlib import Path
 from llm4agents import limits
 from llm4agents.errors import ConflictError, VmmError
 from llm4agents.vmm import pages, snapshot
-from llm4agents.vmm.base import Snapshot
+from llm4agents.vmm.base import MachineRecord, Snapshot
 
 _READ_BYTES = 1 << 20
 STATE_BYTES_MAX = 64 << 20
@@ -61,6 +61,21 @@ class MachineCheckpoint:
         await asyncio.to_thread(shutil.rmtree, self.path, ignore_errors=True)
 
 
+async def over(
+    base: Snapshot, directory: Path, record: MachineRecord, identity: dict[str, str] | None
+) -> Snapshot:
+    """What a checkpoint of that machine will be. Raises ConflictError unless the machine is a clone of `base`.
+
+    `identity`: of a machine that was booted. One may be of another VMM than its base was; its kernel is in its pages.
+    """
+    digest = await asyncio.to_thread(snapshot.digest, base.path)
+    if record.extra.get("base", digest) != digest:
+        raise ConflictError(f"the machine {record.id} is no clone of {base.path}")
+    own = identity or record.extra.get("identity") or base.identity
+    same = {**own, "kernel": base.identity.get("kernel", "")}
+    return Snapshot(directory, base.spec, same, 0, kind="diff", base=digest)
+
+
 async def make(
     directory: Path,
     frozen: Snapshot,
@@ -72,13 +87,7 @@ async def make(
     `save_state` gets a descriptor of memory, `save_pages` one of the file. Raises CapacityError, HostSetupError (a
     disk that cannot be written though it has room) and what they do; then the directory is gone.
     """
-    try:
-        directory.mkdir(0o700)
-    except FileExistsError:
-        raise ConflictError(f"{directory} exists already") from None
-    except OSError as error:
-        raise snapshot.unwritten("the checkpoint", error) from error
-    try:
+    async with snapshot.making(directory, "the checkpoint"):
         state_bytes = await _state(directory / snapshot.STATE, save_state)
         out = os.open(directory / snapshot.PAGES, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -86,9 +95,6 @@ async def make(
             size = os.fstat(out).st_size
         finally:
             os.close(out)
-    except BaseException as error:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise snapshot.unwritten("the checkpoint", error) from error
     frozen = replace(
         frozen, memory_bytes=copied.pages * pages.PAGE, pages_bytes=size, state_bytes=state_bytes
     )

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from llm4agents import binaries
 from llm4agents.errors import (
-    CapacityError,
     ConflictError,
     CorruptSnapshotError,
     SandboxDiedError,
     VmmError,
+    disk_full,
 )
 
 PAGE = 4096
@@ -293,8 +293,9 @@ async def _run(words: list[str], fds: list[int]) -> list[int]:
     number, _, said = err.decode(errors="replace").strip().partition(" ")
     if process.returncode == _DAMAGED:
         raise CorruptSnapshotError(f"the pages of the snapshot are not what was written: {said}")
-    if number in (str(errno.ENOSPC), str(errno.EDQUOT), str(errno.EFBIG)):
-        raise CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
-    if number in (str(errno.EIO), str(errno.ESRCH)) and words[0].startswith("--load-pages"):
+    code = int(number) if number.isdecimal() else 0
+    if full := disk_full(errno.ENOSPC if code == errno.EFBIG else code):
+        raise full
+    if code in (errno.EIO, errno.ESRCH) and words[0].startswith("--load-pages"):
         raise SandboxDiedError("the virtual machine ended while its memory was filled")
     raise VmmError(f"the memory of the virtual machine could not be copied: {said or 'no reason was given'}")

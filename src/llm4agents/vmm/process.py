@@ -12,9 +12,9 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llm4agents import limits
 from llm4agents.errors import (
@@ -234,8 +234,39 @@ def _put(queue: asyncio.Queue[MachineEvent], event: MachineEvent) -> None:
     queue.put_nowait(event)
 
 
-async def end_remains(record: MachineRecord, same_boot: bool, sockets: Iterable[str]) -> None:
+M = TypeVar("M", bound=LiveMachine)
+
+
+def _same_boot(record: MachineRecord) -> bool:
+    return bool(record.extra.get("host_boot_id") == procfs.host_boot_id())
+
+
+async def adopted(
+    record: MachineRecord, find: Callable[[], M], greet: Callable[[M], Awaitable[None]]
+) -> M | None:
+    """The machine that `record` is of, if its processes live and it answers; one that does not answer is stopped.
+
+    `find` raises OSError for one that has ended since, or whose sockets are gone; `greet` an LLM4AgentsError.
+    """
+    shim = _same_boot(record) and procfs.alive(record.shim_pid, record.shim_start_ticks)
+    if not shim or not procfs.alive(record.vmm_pid, record.vmm_start_ticks):
+        return None
+    try:
+        machine = find()
+    except OSError:
+        return None
+    try:
+        machine.wake()
+        await greet(machine)
+    except LLM4AgentsError:
+        await machine.stop()
+        return None
+    return machine
+
+
+async def end_remains(record: MachineRecord, sockets: Iterable[str]) -> None:
     """End what is left of a machine that cannot be adopted, and its `sockets` (names in its `run_dir`)."""
+    same_boot = _same_boot(record)
     if same_boot and not procfs.alive(record.vmm_pid, record.vmm_start_ticks):
         await _gone(record.shim_pid, record.shim_start_ticks)  # it is writing down how the VMM ended
     if same_boot:

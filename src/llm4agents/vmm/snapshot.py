@@ -7,21 +7,24 @@ read once, and damage must not become a machine's memory.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from llm4agents.errors import (
-    CapacityError,
+    ConflictError,
     CorruptSnapshotError,
     HostSetupError,
     LLM4AgentsError,
     NotFoundError,
     VersionMismatchError,
+    disk_full,
 )
 from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Snapshot
 
@@ -190,6 +193,28 @@ def corrupt(path: Path, why: str) -> CorruptSnapshotError:
     )
 
 
+@contextlib.asynccontextmanager
+async def making(directory: Path, what: str) -> AsyncIterator[None]:
+    """Within, what is new is written to `directory` (0700), which is gone again when that fails.
+
+    Raises ConflictError when it is there already, CapacityError and HostSetupError (`unwritten`), and what comes of it.
+    """
+    try:
+        directory.mkdir(0o700)
+    except FileExistsError:
+        raise ConflictError(f"{directory} exists already") from None
+    except OSError as error:
+        raise unwritten(what, error) from error
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        ours = unwritten(what, error)
+        if ours is error:
+            raise
+        raise ours from error
+
+
 def write_manifest(snapshot: Snapshot, *, sync: bool = True) -> None:
     """Last of all, durably (unless not `sync`): from here on the snapshot exists."""
     temporary = snapshot.path / f".{MANIFEST}"
@@ -229,9 +254,7 @@ def unwritten(what: str, error: BaseException) -> BaseException:
     """
     if not isinstance(error, OSError) or isinstance(error, LLM4AgentsError):
         return error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError("the host's disk is full", hint="free space, or llm4agents prune")
-    return HostSetupError(
+    return disk_full(error.errno) or HostSetupError(
         f"{what} could not be written: {error}", hint="look at the host's disk, and at its kernel's log"
     )
 

@@ -17,7 +17,6 @@ from llm4agents import limits
 from llm4agents.config import Settings
 from llm4agents.errors import (
     HostSetupError,
-    LLM4AgentsError,
     VersionMismatchError,
 )
 from llm4agents.vmm import given, host, pages, procfs, snapshot, uids
@@ -27,7 +26,7 @@ from llm4agents.vmm.cloud_hypervisor import api, command, frozen, place, probe
 from llm4agents.vmm.cloud_hypervisor.machine import NAME, CloudHypervisorMachine, clear_away
 from llm4agents.vmm.jail.cell import Cells
 from llm4agents.vmm.jail.cgroups import Bounds
-from llm4agents.vmm.process import end_remains, ended_at_once
+from llm4agents.vmm.process import adopted, end_remains, ended_at_once
 
 _MIB = 1 << 20
 _VMM_BYTES = 4 << 30
@@ -161,22 +160,11 @@ class CloudHypervisorDriver:
         return machine
 
     async def adopt(self, record: MachineRecord) -> CloudHypervisorMachine | None:
-        same_boot = record.extra.get("host_boot_id") == procfs.host_boot_id()
-        alive = same_boot and procfs.alive(record.shim_pid, record.shim_start_ticks)
-        if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
-            machine = None
-            with contextlib.suppress(OSError):  # ended since, or its sockets are gone
-                machine = CloudHypervisorMachine(record)
-            if machine is not None:
-                try:
-                    machine.wake()
-                    await machine.greet()
-                    return machine
-                except LLM4AgentsError:
-                    await machine.stop()
-        await end_remains(record, same_boot, CloudHypervisorMachine.sockets)
-        await asyncio.to_thread(clear_away, record)
-        return None
+        machine = await adopted(record, lambda: CloudHypervisorMachine(record), CloudHypervisorMachine.greet)
+        if machine is None:
+            await end_remains(record, CloudHypervisorMachine.sockets)
+            await asyncio.to_thread(clear_away, record)
+        return machine
 
     async def release(self, snapshot_path: Path) -> None:
         self._digests.forget(snapshot_path)

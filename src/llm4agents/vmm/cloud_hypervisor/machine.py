@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -186,11 +185,7 @@ class CloudHypervisorMachine(LiveMachine):
         if self._spec is None or self._identity is None or "base" in self.record.extra:
             raise ConflictError("only a machine this server booted can be frozen: a clone's is a checkpoint")
         await self._check_still("freeze")
-        try:
-            await asyncio.to_thread(directory.mkdir, 0o700)
-        except FileExistsError:
-            raise ConflictError(f"{directory} exists already") from None
-        try:
+        async with snapshot.making(directory, "the snapshot"):
             with self._io() as io:
                 frozen.clear(io)
                 try:
@@ -203,16 +198,11 @@ class CloudHypervisorMachine(LiveMachine):
                     frozen.clear(io)
             made = Snapshot(directory, self._spec, self._identity, size)
             await asyncio.to_thread(snapshot.write_manifest, made)
-        except BaseException as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise snapshot.unwritten("the snapshot", error) from error
         return made
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
         await self._check_still("copy")
-        digest = await asyncio.to_thread(snapshot.digest, base.path)
-        if self.record.extra.get("base", digest) != digest:
-            raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
+        wanted = await checkpoint.over(base, directory, self.record, self._identity)
         size, pid = base.spec.memory_mib << 20, self.record.vmm_pid
         with (base.path / snapshot.MEMORY).open("rb") as under:
 
@@ -226,11 +216,7 @@ class CloudHypervisorMachine(LiveMachine):
                 finally:
                     os.close(ram)
 
-            # A booted one may be of another version than its base was; its kernel is in its pages.
-            own = self._identity or self.record.extra.get("identity") or base.identity
-            identity = {**own, "kernel": base.identity.get("kernel", "")}
-            made = Snapshot(directory, base.spec, identity, 0, kind="diff", base=digest)
-            return await checkpoint.make(directory, made, self._save_devices, save_pages)
+            return await checkpoint.make(directory, wanted, self._save_devices, save_pages)
 
     async def _save_devices(self, target: int) -> None:
         """Write the state of all devices but memory into the file `target`."""

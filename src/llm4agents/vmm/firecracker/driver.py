@@ -157,26 +157,20 @@ class FirecrackerDriver:
         return machine
 
     async def adopt(self, record: MachineRecord) -> FirecrackerMachine | None:
-        same_boot = record.extra.get("host_boot_id") == procfs.host_boot_id()
         # By its run_dir, as it was made: a record of something else leads to no other's jail.
         base = jail.base_of(record.run_dir, self._settings.state)
         layout = Layout(base, str(record.extra["program"]))
-        alive = same_boot and procfs.alive(record.shim_pid, record.shim_start_ticks)
-        if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
-            machine = None
-            with contextlib.suppress(OSError):  # ended since
-                traits = versions.traits(versions.parse(str(record.extra["version"])))
-                machine = FirecrackerMachine(record, layout, traits)
-            if machine is not None:
-                try:
-                    machine.wake()
-                    await machine.reattach()
-                    return machine
-                except LLM4AgentsError:
-                    await machine.stop()
-        await process.end_remains(record, same_boot, ())
-        await asyncio.to_thread(jail.remove, layout.base)
-        return None
+
+        def find() -> FirecrackerMachine:
+            return FirecrackerMachine(
+                record, layout, versions.traits(versions.parse(str(record.extra["version"])))
+            )
+
+        machine = await process.adopted(record, find, FirecrackerMachine.reattach)
+        if machine is None:
+            await process.end_remains(record, ())
+            await asyncio.to_thread(jail.remove, layout.base)
+        return machine
 
     async def release(self, snapshot_path: Path) -> None:
         self._digests.forget(snapshot_path)

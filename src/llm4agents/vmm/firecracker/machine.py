@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -238,11 +237,7 @@ class FirecrackerMachine(LiveMachine):
                 "only a machine this server booted can be frozen: a clone's memory is private"
             )
         self._check_still("freeze")
-        try:
-            await asyncio.to_thread(directory.mkdir, 0o700)
-        except FileExistsError:
-            raise ConflictError(f"{directory} exists already") from None
-        try:
+        async with snapshot.making(directory, "the snapshot"):
             state = await self._saved_state()
             await asyncio.to_thread(snapshot.write_part, directory / snapshot.STATE, state)
             places = self._booted_places(self._spec.memory_mib << 20)
@@ -257,17 +252,12 @@ class FirecrackerMachine(LiveMachine):
                 os.close(out)
             frozen = Snapshot(directory, self._spec, self._identity, written * pages.PAGE)
             await asyncio.to_thread(snapshot.write_manifest, frozen)
-        except BaseException as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise snapshot.unwritten("the snapshot", error) from error
         return frozen
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
         self._check_alive("copy")
         self._check_still("copy")
-        digest = await asyncio.to_thread(snapshot.digest, base.path)
-        if self.record.extra.get("base", digest) != digest:
-            raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
+        wanted = await checkpoint.over(base, directory, self.record, self._identity)
         pid, size = self.record.vmm_pid, base.spec.memory_mib << 20
         with contextlib.ExitStack() as stack:
             under = stack.enter_context((base.path / snapshot.MEMORY).open("rb"))
@@ -281,11 +271,7 @@ class FirecrackerMachine(LiveMachine):
                 places = guestmemory.of_clone(pid, size) if cloned else self._booted_places(size)
                 return await pages.save_at(pid, places, under.fileno(), out)
 
-            # A booted one may be of another Firecracker than its base was; its kernel is in its pages.
-            own = self._identity or self.record.extra.get("identity") or base.identity
-            identity = {**own, "kernel": base.identity.get("kernel", "")}
-            frozen = Snapshot(directory, base.spec, identity, 0, kind="diff", base=digest)
-            return await checkpoint.make(directory, frozen, save_state, save_pages)
+            return await checkpoint.make(directory, wanted, save_state, save_pages)
 
     def _booted_places(self, size: int) -> list[pages.Place]:
         low = self._traits.low_memory_mib << 20

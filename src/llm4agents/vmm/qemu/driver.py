@@ -173,21 +173,14 @@ class QemuDriver:
         return machine
 
     async def adopt(self, record: MachineRecord) -> QemuMachine | None:
-        same_boot = record.extra.get("host_boot_id") == procfs.host_boot_id()
-        alive = same_boot and procfs.alive(record.shim_pid, record.shim_start_ticks)
-        if alive and procfs.alive(record.vmm_pid, record.vmm_start_ticks):
-            machine = None
-            with contextlib.suppress(OSError):  # ended since, or its sockets are gone
-                machine = QemuMachine(record, process.connect(record.run_dir, QMP_SOCKET))
-            if machine is not None:
-                try:
-                    machine.wake()
-                    await machine.greet()
-                    return machine
-                except LLM4AgentsError:
-                    await machine.stop()
-        await process.end_remains(record, same_boot, QemuMachine.sockets)
-        return None
+        machine = await process.adopted(
+            record,
+            lambda: QemuMachine(record, process.connect(record.run_dir, QMP_SOCKET)),
+            QemuMachine.greet,
+        )
+        if machine is None:
+            await process.end_remains(record, QemuMachine.sockets)
+        return machine
 
     async def release(self, snapshot_path: Path) -> None:
         self._digests.forget(snapshot_path)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -210,25 +209,16 @@ class QemuMachine(LiveMachine):
                 "only a machine this server booted can be frozen: a clone's memory is private"
             )
         await self._check_still("freeze")
-        try:
-            await asyncio.to_thread(directory.mkdir, 0o700)
-        except FileExistsError:
-            raise ConflictError(f"{directory} exists already") from None
-        try:
+        async with snapshot.making(directory, "the snapshot"):
             await self._save_state(directory / snapshot.STATE)
             size = await asyncio.to_thread(memory.save, self._memory_fd, directory / snapshot.MEMORY)
             frozen = Snapshot(directory, self._spec, self._identity, size)
             await asyncio.to_thread(snapshot.write_manifest, frozen)
-        except BaseException as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise snapshot.unwritten("the snapshot", error) from error
         return frozen
 
     async def checkpoint(self, directory: Path, *, base: Snapshot) -> Checkpoint:
         await self._check_still("copy")
-        digest = await asyncio.to_thread(snapshot.digest, base.path)
-        if self.record.extra.get("base", digest) != digest:
-            raise ConflictError(f"the machine {self.record.id} is no clone of {base.path}")
+        wanted = await checkpoint.over(base, directory, self.record, self._identity)
         size = base.spec.memory_mib << 20
         with contextlib.ExitStack() as stack:
             file, private = pages.file_of(self.record.vmm_pid, size)
@@ -241,11 +231,7 @@ class QemuMachine(LiveMachine):
                 with (base.path / snapshot.MEMORY).open("rb") as under:
                     return await pages.save_shared(file, size, under.fileno(), out)
 
-            # A booted one may be of another QEMU than its base was; its kernel is in its pages.
-            own = self._identity or self.record.extra.get("identity") or base.identity
-            identity = {**own, "kernel": base.identity.get("kernel", "")}
-            frozen = Snapshot(directory, base.spec, identity, 0, kind="diff", base=digest)
-            return await checkpoint.make(directory, frozen, self._save_devices, save_pages)
+            return await checkpoint.make(directory, wanted, self._save_devices, save_pages)
 
     @_doubting
     async def _save_devices(self, target: int) -> None:

@@ -99,15 +99,12 @@ async def report_async(settings: Settings) -> dict[str, Any]:
         "only `nested=True` needs it",
         required=False,
     )
+    groups = without_cgroups(cgroups.foreseen(settings.cgroup))
     if can is not None:
-        lacking = cell.missing(can.jail)
-        if (
-            none := cgroups.none_here(cgroups.hierarchy(Path("/proc/self/mountinfo").read_text()))
-        ) is not None:
-            lacking.append(f"cgroups ({none})")
+        lacking = [*cell.missing(can.jail), *groups]
         check("jail", not lacking, _jail(lacking, can), hardening.GUIDE, required=False)
     else:  # without a VMM nothing can be tried
-        lacks = hardening.jail_here()
+        lacks = [*hardening.jail_here(), *groups]
         detail = "; ".join(lacks) or "all that a VMM is promised can be given"
         check("jail", not lacks, detail, hardening.GUIDE, required=False)
     for name, ok, detail, hint in await network.checks(settings):
@@ -182,6 +179,13 @@ def _vmm(one: Found, found: list[Found], settings: Settings) -> dict[str, Any]:
         "hint": one.problem.hint if one.problem else None,
         "chosen_for": chosen,
     }
+
+
+def without_cgroups(parent: cgroups.Parent) -> list[str]:
+    """What a VMM lacks where that is the parent of its cgroup, in words. Pure."""
+    if parent.missing is None:
+        return []
+    return [f"{'a whole cgroup' if parent.path is not None else 'cgroups'} ({parent.missing})"]
 
 
 def _jail(lacking: list[str], can: Capabilities) -> str:

@@ -1,6 +1,7 @@
 """What a jail is made of, without one: which files a program needs, which cgroup is ours, what a bound looks like."""
 
 import asyncio
+import contextlib
 import os
 import struct
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llm4agents import config
+from llm4agents.engine import doctor
 from llm4agents.errors import HostSetupError
 from llm4agents.vmm.jail import cell, cgroups, closure
 from llm4agents.vmm.qemu import parts
@@ -156,9 +159,13 @@ def test_a_named_cgroup_is_used_or_refused_with_a_reason(tmp_path: Path) -> None
     (host.top / "cgroup.type").touch()  # a container's
     path = host.group("given")
     for wanted in ("given", "/given", str(path)):
+        assert cgroups.foreseen(wanted, proc=host.proc) == cgroups.parent(wanted, proc=host.proc)
         found = cgroups.parent(wanted, proc=host.proc)
         assert (found.path, found.missing) == (path, None)
     host.group("busy", procs="1 1 1")
+    assert "LLM4AGENTS_CGROUP=busy is of no use: 3 processes" in str(
+        cgroups.foreseen("busy", proc=host.proc).missing
+    )
     with pytest.raises(HostSetupError, match="3 processes that are not ours are in"):
         cgroups.parent("busy", proc=host.proc)
     host.group("bare", on="cpu")
@@ -167,6 +174,58 @@ def test_a_named_cgroup_is_used_or_refused_with_a_reason(tmp_path: Path) -> None
     part = host.group("part", on="memory pids")
     (part / "cgroup.controllers").write_text("memory pids")
     assert "no controller cpu, io" in str(cgroups.parent("part", proc=host.proc).missing)
+
+
+def test_what_doctor_says_of_cgroups_is_what_a_server_would_find_and_it_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path)
+    (host.top / "cgroup.type").touch()  # a container's, so that root has no other place
+
+    def told(wanted: str | None = None) -> str:
+        return "; ".join(doctor.without_cgroups(cgroups.foreseen(wanted, proc=host.proc)))
+
+    # cgroup v2 is there with all controllers, and is not ours to divide: VMMs have none.
+    words = f"our cgroup {host.top}/mine is not delegated to us, and other processes are in it"
+    assert told() == f"cgroups ({words})"
+    mine = host.group("mine", procs=f"{os.getpid()}", on="")
+    before = sorted(path.relative_to(host.top) for path in host.top.rglob("*"))
+    assert told() == ""
+    (mine / "cgroup.controllers").write_text("memory pids")
+    assert told() == f"a whole cgroup (the cgroup {mine} has no controller cpu, io)"
+    (mine / "cgroup.controllers").write_text("cpu io")
+    assert "has no controller memory, pids for its children" in told()
+    # One that is not there yet gets what the one above it gives.
+    (host.top / "cgroup.subtree_control").write_text("memory pids")
+    assert told("/new") == f"a whole cgroup (the cgroup {host.top}/new has no controller cpu, io)"
+    (host.top / "cgroup.subtree_control").write_text("")
+    assert told("/new").startswith("cgroups (LLM4AGENTS_CGROUP=/new is of no use: ")
+    found = sorted(path.relative_to(host.top) for path in host.top.rglob("*"))
+    assert found == sorted([*before, Path("cgroup.subtree_control")])
+    assert (mine / "cgroup.procs").read_text() == f"{os.getpid()}"
+    assert (mine / "cgroup.subtree_control").read_text() == ""
+
+
+def test_where_no_parent_is_whole_the_log_says_so_and_vmms_run_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`cell.joined`, as every driver asks it, on a host that gives none."""
+    settings = config.load({"HOME": "/nowhere"})
+    none = cgroups.Parent(None, why_not="our cgroup /x is not delegated, to us")
+    monkeypatch.setattr(cgroups, "parent", lambda wanted: none)
+    cgroups.shared.cache_clear()
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                cgroup, notes = cell.joined(settings, stack, "m", cgroups.Bounds(1 << 30, 128, 1))
+        assert (cgroup, notes) == (None, {"no-cgroup": "our_cgroup_/x_is_not_delegated_to_us"})
+        assert cell.missing(notes) == ["a cgroup (our cgroup /x is not delegated to us)"]
+        (said,) = [entry for entry in caplog.records if entry.name == cgroups.__name__]
+        assert said.levelname == "WARNING"
+        assert "not bounded by cgroups" in said.getMessage()
+        assert "not delegated, to us" in said.getMessage()
+    finally:
+        cgroups.shared.cache_clear()
 
 
 def test_a_cgroup_that_we_are_alone_in_is_divided_and_we_go_into_a_leaf(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,16 +118,8 @@ def parent(wanted: str | None, *, proc: Path = Path("/proc")) -> Parent:
     `wanted`: `LLM4AGENTS_CGROUP`, a path in the hierarchy or of its directory. Raises HostSetupError when that
     one cannot be used: who names one wants it.
     """
-    top = hierarchy((proc / "self/mountinfo").read_text())
-    mine = own((proc / "self/cgroup").read_text())
     try:
-        if (why_none := none_here(top)) is not None or top is None or mine is None:
-            raise _Useless(why_none or "our own cgroup is not known")
-        if wanted is not None:
-            inside = Path(wanted)
-            path = inside if inside.is_relative_to(top) else top / str(inside).lstrip("/")
-            return _prepare(top, path)
-        return _found(top, top / mine.lstrip("/"))
+        return _looked_for(wanted, proc, _prepare)
     except _Useless as why:
         if wanted is not None:
             raise HostSetupError(
@@ -135,6 +127,15 @@ def parent(wanted: str | None, *, proc: Path = Path("/proc")) -> Parent:
                 hint="name a cgroup that is delegated to this user and has no processes of its own, or unset it",
             ) from None
         return Parent(None, why_not=str(why))
+
+
+def foreseen(wanted: str | None, *, proc: Path = Path("/proc")) -> Parent:
+    """What `parent` would find for a server started where we are. Only reads."""
+    try:
+        return _looked_for(wanted, proc, _foresee)
+    except _Useless as why:
+        named = "" if wanted is None else f"LLM4AGENTS_CGROUP={wanted} is of no use: "
+        return Parent(None, why_not=f"{named}{why}")
 
 
 @functools.cache
@@ -147,12 +148,24 @@ def shared(wanted: str | None) -> Parent:
     return found
 
 
-def _found(top: Path, mine: Path) -> Parent:
+def _looked_for(wanted: str | None, proc: Path, attempt: Callable[[Path, Path], Parent]) -> Parent:
+    """The first that `attempt(top, path)` has nothing against. Raises _Useless."""
+    top = hierarchy((proc / "self/mountinfo").read_text())
+    mine = own((proc / "self/cgroup").read_text())
+    if (why_none := none_here(top)) is not None or top is None or mine is None:
+        raise _Useless(why_none or "our own cgroup is not known")
+    if wanted is not None:
+        inside = Path(wanted)
+        return attempt(top, inside if inside.is_relative_to(top) else top / str(inside).lstrip("/"))
+    return _found(top, top / mine.lstrip("/"), attempt)
+
+
+def _found(top: Path, mine: Path, attempt: Callable[[Path, Path], Parent]) -> Parent:
     """The parent where none is named."""
     why: _Useless | None = None
     for path in _candidates(top, mine):
         try:
-            return _prepare(top, path)
+            return attempt(top, path)
         except _Useless as reason:
             why = why or reason
     raise why or _Useless(
@@ -177,12 +190,7 @@ def _prepare(top: Path, path: Path) -> Parent:
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir()
-        real_root = path == top and not (top / "cgroup.type").exists()
-        if not real_root and (inside := _words(path / "cgroup.procs")):
-            # A cgroup that gives controllers to its children has no processes of its own: ours (workers of the
-            # server among them) go into a leaf, anybody else's stay where they are.
-            if others := [pid for pid in inside if not _ours(int(pid))]:
-                raise _Useless(f"{len(others)} processes that are not ours are in {path} itself")
+        if inside := _inside(top, path):
             leaf = path / _LEAF
             leaf.mkdir(exist_ok=True)
             for pid in inside:
@@ -193,6 +201,41 @@ def _prepare(top: Path, path: Path) -> Parent:
         controllers = _switch_on(path)
     except OSError as error:
         raise _Useless(f"{path}: {error.strerror}") from error
+    return _fit(path, controllers)
+
+
+def _foresee(top: Path, path: Path) -> Parent:
+    """What `_prepare` would say of `path`. Raises _Useless."""
+    try:
+        has: frozenset[str] = frozenset()
+        if path.exists():
+            _inside(top, path)
+            has = frozenset(_words(path / "cgroup.subtree_control"))
+        above = path.parent / "cgroup.subtree_control"
+        if path.parent == top and not (top / "cgroup.type").exists():
+            above = top / "cgroup.controllers"  # which it switches on
+        gets = frozenset(_words(path / "cgroup.controllers" if path.exists() else above))
+        if os.access(path / "cgroup.subtree_control" if path.exists() else path.parent, os.W_OK):
+            has |= gets & {*NEEDED, *WELCOME}
+        elif not has:
+            raise _Useless(f"{path}: {os.strerror(errno.EACCES)}")
+    except OSError as error:
+        raise _Useless(f"{path}: {error.strerror}") from error
+    return _fit(path, has)
+
+
+def _inside(top: Path, path: Path) -> list[str]:
+    """The processes that must go into a leaf: a cgroup that gives controllers to its children has none of its own, but
+    for the root of all. Ours (workers of the server among them) can; raises _Useless for anybody else's."""
+    if path == top and not (top / "cgroup.type").exists():
+        return []
+    found = _words(path / "cgroup.procs")
+    if others := [pid for pid in found if not _ours(int(pid))]:
+        raise _Useless(f"{len(others)} processes that are not ours are in {path} itself")
+    return found
+
+
+def _fit(path: Path, controllers: frozenset[str]) -> Parent:
     if lacking := [name for name in NEEDED if name not in controllers]:
         raise _Useless(f"{path} has no controller {', '.join(lacking)} for its children")
     return Parent(path, controllers)

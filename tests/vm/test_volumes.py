@@ -410,5 +410,6 @@ def test_sdk_and_command_line(node: Node, tmp_path: Path) -> None:
         cli("volume", "resize", "sdk", "--size", "16")
         assert cli("volume", "show", "sdk").count("size_mib: 16") == 1
         cli("volume", "clone", "taken", "again")
-        cli("volume", "rm", "sdk", "taken", "again")
+        cli("volume", "rm", "sdk", "nope", "taken", status=3)
+        cli("volume", "rm", "sdk", "taken", "again", "again")
         assert Volume.list() == []

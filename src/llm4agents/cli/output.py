@@ -5,11 +5,12 @@ stdout carries what was asked for, stderr everything said about it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm4agents.errors import (
@@ -164,6 +165,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+@contextlib.contextmanager
+def waiting(words: str, after_s: float = 1.0) -> Iterator[Callable[[], None]]:
+    """Says so on stderr, once, when what is waited for within it takes longer; what it gives is called when it came."""
+    import threading
+
+    timer = threading.Timer(after_s, say, [f"… {words}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
 
 
 class Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -15,6 +15,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The volume's name, or
 NewName = Annotated[str, typer.Argument(metavar="NEW", help="The new one's name.")]
 Size = Annotated[str, typer.Option("--size", "-s", help="MiB, or with M, G, T after it: 512, 20G.")]
 MaybeSize = Annotated[str | None, typer.Option("--size", "-s", help="Larger than what it is made of.")]
+STARTS: Final = "starting a machine that reads the volume"
 Metadata = Annotated[list[str] | None, typer.Option(metavar="K=V", help="Repeatable.")]
 
 
@@ -70,15 +71,24 @@ def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names or ids.")],
     json: options.Json = False,
 ) -> None:
-    """Remove volumes and what is in them. Refused while a sandbox has one, also a paused one."""
+    """Remove volumes and what is in them. Refused, all of them, while a sandbox has one, also a paused one."""
     from llm4agents import Volume
     from llm4agents.cli import output
+    from llm4agents.errors import ConflictError
 
-    for name in names:
-        Volume.get(name).delete()
+    # Each is looked at before any is removed, as `kill` does.
+    wanted = {volume.id: (name, volume) for name in names for volume in (Volume.get(name),)}
+    for name, volume in wanted.values():
+        if attached := volume.info().attached:
+            raise ConflictError(
+                f"{name} is attached to {attached[0].sandbox}: nothing is removed",
+                hint="detach it, or kill the sandbox",
+            )
+    for name, volume in wanted.values():
+        volume.delete()
         output.say(f"{name} is removed")
     if json:
-        output.emit({"removed": names})
+        output.emit({"removed": [name for name, _ in wanted.values()]})
 
 
 def snapshot(name: Name, new: NewName, metadata: Metadata = None, json: options.Json = False) -> None:
@@ -119,7 +129,8 @@ def files(
     from llm4agents.cli.trees import _shown
 
     name, path = _split(where)
-    found = Volume.get(name).files.list(path, depth=depth)
+    with output.waiting(STARTS):
+        found = Volume.get(name).files.list(path, depth=depth)
     if json:
         output.emit({"files": [dataclasses.asdict(info) for info in found]})
         return
@@ -130,10 +141,12 @@ def files(
 def cat(where: Annotated[str, typer.Argument(metavar="NAME:PATH", help="A file of a volume.")]) -> None:
     """Print a file of a volume that no sandbox writes to."""
     from llm4agents import Volume
+    from llm4agents.cli import output
 
     name, path = _split(where)
-    with Volume.get(name).files.read(path, "stream") as stream:
+    with output.waiting(STARTS) as came, Volume.get(name).files.read(path, "stream") as stream:
         for piece in stream:
+            came()
             sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
 
@@ -156,13 +169,15 @@ def cp(
     from llm4agents.cli import output
 
     name, path = _split(where)
-    with output.Progress() as progress:
+    with output.waiting(STARTS) as came, output.Progress() as progress:
+        copied = progress.copied(where)
+
+        def step(done: int, total: int | None) -> None:
+            came()
+            copied(done, total)
+
         got = Volume.get(name).files.download(
-            path,
-            target,
-            exclude=exclude or (),
-            allow_protected=allow_protected,
-            on_progress=progress.copied(where),
+            path, target, exclude=exclude or (), allow_protected=allow_protected, on_progress=step
         )
     code = output.left_out(got)
     if json:

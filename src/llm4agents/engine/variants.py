@@ -134,7 +134,7 @@ class Variants:
     def catalogue(self, project: str | None = None) -> builtins.list[dict[str, Any]]:
         """What can be created (by a project): each variant that is built, and what is not yet. Reads the disk."""
         seen = (None, project)
-        variants = [one for one in self.list() if project is None or names.project_of(one.name) in seen]
+        variants = [one for one in self._current() if project is None or names.project_of(one.name) in seen]
         there = {variant.name for variant in variants}
         return [self.describe(variant) for variant in variants] + [
             self._unbuilt(name) for name in spec.BUILTIN if name not in there
@@ -142,10 +142,23 @@ class Variants:
 
     def described(self, ref: str) -> builtins.list[dict[str, Any]]:
         """As `catalogue`, of one template. Reads the disk."""
-        found = [self.describe(one) for one in self.list() if one.name == ref]
+        found = [self.describe(one) for one in self._current() if one.name == ref]
         if not found and ref in spec.BUILTIN:
             return [self._unbuilt(ref)]
         return found
+
+    def _current(self) -> builtins.list[Variant]:
+        """Of each shape one: the pinned, else the newest. Older ones are kept for the sandboxes that lie on them."""
+        shapes: dict[Shape, builtins.list[Variant]] = {}
+        for variant in self.list():
+            shapes.setdefault(variant.shape, []).append(variant)
+        for shape, several in shapes.items():
+            pinned = set[str]()
+            for pin in self._pins(shape) if len(several) > 1 else ():
+                with contextlib.suppress(OSError):
+                    pinned.add(pin.read_text().strip())
+            several.sort(key=lambda one: (one.key in pinned, one.created_at))
+        return [several[-1] for several in shapes.values()]
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         builtin = spec.BUILTIN.get(variant.name)

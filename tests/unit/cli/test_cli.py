@@ -20,6 +20,7 @@ from llm4agents.api.server import lock
 from llm4agents.cli import app, output
 from llm4agents.cli.observe import _figures
 from llm4agents.errors import SandboxDiedError
+from tests.support import eventually
 
 
 def test_version_and_help(cli: Any) -> None:
@@ -284,6 +285,18 @@ def test_a_guests_words_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> 
     assert (shown.out + shown.err).replace("\n", "").isprintable()
     assert shown.err == "error: ended: [2Jx31m\nhint: a\nb\n"
     assert code == output.UNKNOWN
+
+
+def test_a_wait_is_told_once_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.waiting("a machine starts", 60) as came:
+        came()
+    with output.waiting("a machine starts", 60):
+        pass
+    assert capsys.readouterr().err == ""
+    with output.waiting("a machine starts", 0):
+        said = list[str]()
+        eventually(lambda: said.append(capsys.readouterr().err) or "".join(said))  # type: ignore[func-returns-value]
+    assert "".join(said) == "… a machine starts\n"
 
 
 def test_nothing_in_json_moves_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

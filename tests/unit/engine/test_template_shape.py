@@ -34,3 +34,28 @@ def test_an_imported_template_is_counted_by_the_machine_in_it(tmp_path: Path) ->
     body["spec"]["memory_mib"] = "4096"
     manifest.write_text(json.dumps(body))
     assert snapshot.load(path / parts.SNAPSHOT).spec.memory_mib == 4096
+
+
+def test_of_a_shape_the_one_that_is_cloned_is_told(tmp_path: Path) -> None:
+    """After an upgrade the older one is there as long as a paused sandbox lies on it."""
+    settings = Settings(*(tmp_path / name for name in ("state", "cache", "run")))
+    templates = Templates(settings, Drivers(settings))
+    digest, rootfs = templates.cache.ingest_bytes(b"rootfs")
+    for key, memory_mib, at in (("newer", 256, 2.0), ("older", 256, 1.0), ("larger", 512, 1.0)):
+        path = templates.cache.templates / "base" / "keys" / key
+        path.mkdir(parents=True)
+        for name in (parts.UPPER, parts.EMPTY):
+            (path / name).touch()
+        parts.save(
+            parts.Variant(path, "base", key, 1, memory_mib, at, rootfs, digest, {}, [], [], [], vmm="qemu"),
+            path,
+        )
+
+    def told() -> list[str]:
+        keys = [one["key"] for one in templates.described("base")]
+        assert keys == [one["key"] for one in templates.catalogue() if one["name"] == "base"]
+        return sorted(keys)
+
+    assert told() == ["larger", "newer"]
+    (templates.cache.templates / "base" / "pinned-1-256-qemu").write_text("older")
+    assert told() == ["larger", "older"]

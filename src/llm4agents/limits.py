@@ -199,6 +199,10 @@ LISTEN_SHARE_BYTES: Final = 262_144
 """What each request, and each WebSocket, may have of it whoever has used it up."""
 LISTEN_REGISTER_BYTES_MAX: Final = 16_384
 """Of a request's body for which no key is needed."""
+LISTEN_SLICE_S: Final = 0.004
+"""How long one connection's bytes are worked on before the others' are."""
+LISTEN_PIECE_BYTES: Final = 4_096
+"""Of a connection's bytes at once, to begin with: more of those that are little work, less of the others."""
 LISTEN_STREAMS_MAX: Final = 100
 """Of one HTTP/2 connection, at once."""
 LISTEN_STREAM_WINDOW_BYTES: Final = 262_144
@@ -208,7 +212,7 @@ LISTEN_RESETS_BURST: Final = 500
 """HTTP/2 streams a client takes back (browsers do, on leaving a page); more are an attack and end the connection."""
 LISTEN_RESETS_PER_S: Final = 50
 LISTEN_CONTROL_BURST: Final = 2_000
-"""Frames that say nothing (ping, settings, priority, empty), of HTTP/2 and of a WebSocket."""
+"""Frames that say nothing, of HTTP/2 (ping, settings, empty, of no stream, more windows than data) and WebSockets."""
 LISTEN_CONTROL_PER_S: Final = 200
 WEBSOCKET_MESSAGES_BURST: Final = 4_000
 WEBSOCKET_MESSAGES_PER_S: Final = 2_000

@@ -215,8 +215,13 @@ async def _tasks(served: Served) -> int:
         SettingsFrame(0).serialize(),
         b"\0\0\x05\x02\0\0\0\0\x01\0\0\0\0\x10",  # PRIORITY
         b"\0\0\0\xaa\0\0\0\0\0",  # a frame of no known type
+        # What follows is no event of h2's, or looks like work:
+        b"\0\0\0\x04\x01\0\0\0\0",  # SETTINGS acknowledged
+        b"\0\0\0\0\0\0\0\0\x01",  # DATA of a stream that is over
+        b"\0\0\x04\x03\0\0\0\0\x01\0\0\0\0",  # RST_STREAM, again and again
+        b"\0\0\x04\x08\0\0\0\0\0\0\0\0\x01",  # WINDOW_UPDATE by a byte
     ],
-    ids=["ping", "settings", "priority", "unknown"],
+    ids=["ping", "settings", "priority", "unknown", "acks", "dead-data", "dead-resets", "windows"],
 )
 def test_noise_ends_the_connection(served: Served, noise: bytes) -> None:
     with Client(served) as client:
@@ -227,6 +232,18 @@ def test_noise_ends_the_connection(served: Served, noise: bytes) -> None:
         except OSError:
             pass
         assert client.ended_with() in (11, None)
+    fine(served)
+
+
+def test_a_client_holds_no_memory_by_its_word_alone(served: Served) -> None:
+    with Client(served) as client:  # a frame that says it has 16 MiB is refused by its head
+        client.sock.sendall(b"\xff\xff\xff\0\0\0\0\0\x01" + b"x" * 30_000)
+        assert client.ended_with() in (6, None)  # FRAME_SIZE_ERROR
+    with Client(served, HEADER_TABLE_SIZE=2**32 - 1) as client:  # of our heads little is remembered
+        assert client.answer(client.request("/x"))[1] == b"2"
+        (connection,) = served.listener._shared.state.connections
+        assert connection.conn.encoder.header_table_size == 4_096  # type: ignore[attr-defined]
+        assert client.answer(client.request("/x"))[1] == b"2"
     fine(served)
 
 

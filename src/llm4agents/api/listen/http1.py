@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import h11
 from uvicorn import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -22,6 +23,7 @@ from websockets.frames import CloseCode, Frame
 
 from llm4agents import limits
 from llm4agents.api.listen.counting import Bounds, Bucket, Budget, Connections, Ticket
+from llm4agents.api.listen.turns import Fed, Turns
 from llm4agents.errors import (
     HeadTooLargeError,
     InvalidRequestError,
@@ -41,6 +43,7 @@ class Shared:
         self.connections = Connections(bounds)
         self.bodies, self.messages = Budget(bounds.bodies_bytes), Budget(bounds.bodies_bytes)
         self.state = ServerState()
+        self.turns = Turns()
         self.waiting: set[asyncio.Transport] = set()
         """Connections on which nothing has been said yet."""
         self.leaving = False
@@ -77,10 +80,12 @@ class Http1(H11Protocol):
         self._shared, self._bounds, self._ticket = shared, shared.bounds, ticket
         self._timer: asyncio.TimerHandle | None = None
         self._lingering = 0  # bytes that are still read, once nobody wants them
+        self._fed = Fed(shared.turns, self._take, lambda: self.flow.read_paused)
         self.ws_protocol_class = cast(Any, functools.partial(Socket, shared=shared, ticket=ticket))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._fed)
         self._wait(self._bounds.head_s, self._slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -95,7 +100,14 @@ class Http1(H11Protocol):
             if self._lingering <= 0:
                 self.transport.abort()
             return
-        super().data_received(data)
+        self._fed.feed(self.transport, data)
+
+    def _take(self, data: bytes) -> None:
+        protocol = self.transport.get_protocol()
+        if protocol is not self:  # it has become a WebSocket
+            cast(asyncio.Protocol, protocol).data_received(data)
+        elif not self._lingering:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -174,6 +186,18 @@ class Http1(H11Protocol):
             self._timer = None
 
 
+class _Flow(FlowControl):
+    """What waits for its turn is not added to, whoever has taken what came before."""
+
+    def __init__(self, transport: asyncio.Transport, fed: Fed) -> None:
+        super().__init__(transport)
+        self._fed = fed
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        self._fed.again()
+
+
 class Socket(WebSocketsSansIOProtocol):
     """A WebSocket. What it holds of messages that are not read is counted with everyone's."""
 
@@ -182,6 +206,7 @@ class Socket(WebSocketsSansIOProtocol):
         self._shared, self._ticket = shared, ticket
         self._messages, self._control = Bucket(shared.bounds.messages), Bucket(shared.bounds.control)
         self._held = 0
+        self._fed = Fed(shared.turns, self._take, lambda: self.read_paused)
         ticket.busy()
         self._look = self.loop.call_later(shared.bounds.gone_s, self._gone)
 
@@ -196,15 +221,23 @@ class Socket(WebSocketsSansIOProtocol):
             self._fail(CloseCode.TRY_AGAIN_LATER, "the server has no room for more")
             return
         self._held += len(data)
+        self._fed.feed(self.transport, data)
+
+    def _take(self, data: bytes) -> None:
         super().data_received(data)
         if not self.frames and self.queue.empty() and self.conn.parser_exc is None:
-            # Nothing whole is waiting: what is held is a part of a frame at most.
-            self._give(self._held - len(self.conn.reader.buffer))
+            # Nothing whole is waiting: what is held is a part of a frame at most, and what is not read yet.
+            self._give(self._held - self._unused)
+
+    @property
+    def _unused(self) -> int:
+        return len(self.conn.reader.buffer) + len(self._fed)
 
     async def receive(self) -> Any:
         message = await super().receive()
+        self._fed.again()
         if self.queue.empty():
-            self._give(self._held - len(self.conn.reader.buffer))
+            self._give(self._held - self._unused)
         if (wait_s := self._messages.take()) > 0:
             await asyncio.sleep(min(wait_s, 1.0))
         return message
@@ -238,6 +271,7 @@ class Socket(WebSocketsSansIOProtocol):
         if self.read_paused and self.queue.empty():
             self.read_paused = False
             self.transport.resume_reading()
+            self._fed.again()
 
     def _gone(self) -> None:
         """While nothing is read, nobody would see that the client has gone: the kernel is asked."""

@@ -25,10 +25,22 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from llm4agents import limits
 from llm4agents.api.listen.counting import Bucket, Ticket
 from llm4agents.api.listen.http1 import Shared
+from llm4agents.api.listen.turns import Fed
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _OF_HTTP1 = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
+_SMALL = 1_024
 _log = logging.getLogger("uvicorn.error")
+
+
+class _Frames(h2.connection.H2Connection):
+    """Counts frames: there are some of which h2 makes no event."""
+
+    received = 0
+
+    def _receive_frame(self, frame: Any) -> list[h2.events.Event]:
+        self.received += 1
+        return super()._receive_frame(frame)
 
 
 class Http2(asyncio.Protocol):
@@ -37,9 +49,7 @@ class Http2(asyncio.Protocol):
     def __init__(self, shared: Shared, ticket: Ticket) -> None:
         self._shared, self._bounds, self._ticket = shared, shared.bounds, ticket
         self._loop = asyncio.get_running_loop()
-        self.conn = h2.connection.H2Connection(
-            h2.config.H2Configuration(client_side=False, header_encoding=None)
-        )
+        self.conn = _Frames(h2.config.H2Configuration(client_side=False, header_encoding=None))
         self.conn.local_settings = h2.settings.Settings(
             client=False,
             initial_values={
@@ -51,6 +61,9 @@ class Http2(asyncio.Protocol):
         self.conn.decoder.max_header_list_size = self._bounds.head_bytes
         self._streams: dict[int, _Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fed = Fed(shared.turns, self._take, lambda: not self.writable.is_set())
+        self.credit = 0
+        """Windows that the client may open for what it was sent."""
         self._resets, self._control = Bucket(self._bounds.resets), Bucket(self._bounds.control)
         self._timer: asyncio.TimerHandle | None = None
         self._going = False
@@ -92,18 +105,31 @@ class Http2(asyncio.Protocol):
         self.writable.set()
         with contextlib.suppress(RuntimeError):
             self.transport.resume_reading()
+            self._fed.again()
 
     def data_received(self, data: bytes) -> None:
+        self._fed.feed(self.transport, data)
+
+    def _take(self, data: bytes) -> None:
+        frames = self.conn.received
         try:
             events = self.conn.receive_data(data)
         except h2.exceptions.ProtocolError:
             self.flush()  # says why
             self.transport.close()
             return
+        if len(self.conn.incoming_buffer._data) > self.conn.max_inbound_frame_size + 9:
+            # h2 would hear such a frame out, up to its 16 MiB, before it refuses it.
+            self._attack(ErrorCodes.FRAME_SIZE_ERROR)
+            return
+        useful = 0
         for event in events:
-            self._handle(event)
+            useful += self._handle(event)
             if self.transport.is_closing():
                 break
+        noise = self.conn.received - frames - useful
+        if noise > 0 and self._control.take(noise) > 0:
+            self._attack()
         self.flush()
 
     def flush(self) -> None:
@@ -125,14 +151,17 @@ class Http2(asyncio.Protocol):
 
     # -- frames
 
-    def _handle(self, event: h2.events.Event) -> None:
+    def _handle(self, event: h2.events.Event) -> bool:
+        """Whether there was anything in it; the others are counted, see `_take`."""
         if isinstance(event, h2.events.RequestReceived):
             self._begin(event)
-        elif isinstance(event, h2.events.DataReceived):
-            if not event.data and event.stream_ended is None:
-                self._cheap()
+            return True
+        if isinstance(event, h2.events.TrailersReceived):
+            return True
+        if isinstance(event, h2.events.DataReceived):
             self._data(event)
-        elif isinstance(event, h2.events.StreamEnded):
+            return bool(event.data) or event.stream_ended is not None
+        if isinstance(event, h2.events.StreamEnded):
             if (stream := self._streams.get(event.stream_id or 0)) is not None:
                 stream.end()
         elif isinstance(event, h2.events.StreamReset):
@@ -141,17 +170,23 @@ class Http2(asyncio.Protocol):
             if (stream := self._streams.pop(event.stream_id or 0, None)) is not None:
                 stream.gone()
                 self._over()
-        elif isinstance(event, h2.events.WindowUpdated | h2.events.RemoteSettingsChanged):
-            if isinstance(event, h2.events.RemoteSettingsChanged):
-                self._cheap()
-            for stream in self._streams.values():
-                stream.window.set()
+            return True
+        elif isinstance(event, h2.events.WindowUpdated):
+            self._opened()
+            self.credit -= 1
+            return self.credit >= 0
+        elif isinstance(event, h2.events.RemoteSettingsChanged):
+            # What it offers to remember of our heads, up to 4 GiB, is looked through for every one.
+            self.conn.encoder.header_table_size = min(4_096, self.conn.remote_settings.header_table_size)
+            self._opened()
         elif isinstance(event, h2.events.ConnectionTerminated):
             self.transport.close()
-        elif isinstance(
-            event, h2.events.PingReceived | h2.events.PriorityUpdated | h2.events.UnknownFrameReceived
-        ):
-            self._cheap()
+        return False
+
+    def _opened(self) -> None:
+        self.credit = max(self.credit, 0)
+        for stream in self._streams.values():
+            stream.window.set()
 
     def _begin(self, event: h2.events.RequestReceived) -> None:
         ident = event.stream_id or 0
@@ -245,14 +280,10 @@ class Http2(asyncio.Protocol):
         self._ticket.idle()
         self._wait(self._bounds.keep_alive_s)
 
-    def _cheap(self) -> None:
-        if self._control.take() > 0:
-            self._attack()
-
-    def _attack(self) -> None:
+    def _attack(self, why: ErrorCodes = ErrorCodes.ENHANCE_YOUR_CALM) -> None:
         if not self.transport.is_closing():
             with contextlib.suppress(h2.exceptions.ProtocolError):
-                self.conn.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+                self.conn.close_connection(why)
             self.flush()
             self.transport.close()
             for stream in list(self._streams.values()):
@@ -378,6 +409,8 @@ class _Stream:
             piece = data[at : at + room]
             at += len(piece)
             conn.send_data(self.ident, piece, end_stream=end and at == len(data))
+            if len(piece) >= _SMALL or at == len(data):  # small ones may be the client's own doing
+                self._connection.credit += 2
             self._connection.flush()
         if end and not data:
             conn.end_stream(self.ident)

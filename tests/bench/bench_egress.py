@@ -34,7 +34,7 @@ from tests.barrier import gate as lab
 from tests.barrier.gate import Gate, Joined
 from tests.barrier.guestside import Guest
 from tests.bench import egress_intercept
-from tests.bench.common import finish, percentile
+from tests.bench.common import finish, percentile, tiny_server
 
 SIZE = 256 << 20
 ROUNDS = 5
@@ -45,29 +45,7 @@ CREATES_EACH = 15
 GUEST_SIZE = 16 << 20
 NAME = "origin.example.com"
 
-ORIGIN = f"""
-import socket, sys, threading
-LARGE = b"HTTP/1.1 200 OK\\r\\ncontent-length: {SIZE}\\r\\n\\r\\n"
-SMALL = b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok"
-CHUNK = bytes(1 << 20)
-def serve(sock):
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    left = b""
-    while data := sock.recv(65536):
-        left += data
-        while (at := left.find(b"\\r\\n\\r\\n")) >= 0:
-            head, left = left[:at], left[at + 4:]
-            if head.startswith(b"GET /large"):
-                sock.sendall(LARGE)
-                for _ in range({SIZE} >> 20):
-                    sock.sendall(CHUNK)
-            else:
-                sock.sendall(SMALL)
-listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-print(listener.getsockname()[1], flush=True)
-while True:
-    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-"""
+ORIGIN = tiny_server(SIZE)
 RELAY = """
 import asyncio, socket, sys
 port = int(sys.argv[2])

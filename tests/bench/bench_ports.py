@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from llm4agents import AsyncSandbox
 from llm4agents.config import settings
 from llm4agents.guest.verbs import Agent
-from tests.bench.common import Bare, finish, percentile
+from tests.bench.common import Bare, finish, percentile, tiny_server
 
 SIZE = 64 << 20
 DOWNLOADS = 5
@@ -27,29 +27,7 @@ ROUNDS = 4
 REQUESTS = 500
 CONNECTIONS = 8
 
-# GET /large: SIZE bytes; anything else: 2 bytes. As little work as a server can do.
-TINY = f"""
-import socket, sys, threading
-LARGE = b"HTTP/1.1 200 OK\\r\\ncontent-length: {SIZE}\\r\\n\\r\\n"
-SMALL = b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\ncontent-type: text/plain\\r\\n\\r\\nok"
-CHUNK = bytes(1 << 20)
-def serve(sock):
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    left = b""
-    while data := sock.recv(65536):
-        left += data
-        while (at := left.find(b"\\r\\n\\r\\n")) >= 0:
-            head, left = left[:at], left[at + 4:]
-            if head.startswith(b"GET /large"):
-                sock.sendall(LARGE)
-                for _ in range({SIZE} >> 20):
-                    sock.sendall(CHUNK)
-            else:
-                sock.sendall(SMALL)
-listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-while True:
-    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-"""
+TINY = tiny_server(SIZE, "content-type: text/plain\r\n")
 STANDARD = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -42,6 +42,36 @@ def finish(result: dict[str, object]) -> None:
     print(json.dumps(result))
 
 
+def tiny_server(size: int, head: str = "") -> str:
+    """A program that serves `size` bytes at GET /large and 2 for anything else, with as little work as a server can do.
+
+    It listens on 127.0.0.1, on the port it is given or one that it prints. `head`: more of the small answer's head.
+    """
+    return f"""
+import socket, sys, threading
+LARGE = b"HTTP/1.1 200 OK\\r\\ncontent-length: {size}\\r\\n\\r\\n"
+SMALL = b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n" + {head.encode()!r} + b"\\r\\nok"
+CHUNK = bytes(1 << 20)
+def serve(sock):
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    left = b""
+    while data := sock.recv(65536):
+        left += data
+        while (at := left.find(b"\\r\\n\\r\\n")) >= 0:
+            head, left = left[:at], left[at + 4:]
+            if head.startswith(b"GET /large"):
+                sock.sendall(LARGE)
+                for _ in range({size} >> 20):
+                    sock.sendall(CHUNK)
+            else:
+                sock.sendall(SMALL)
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1]) if sys.argv[1:] else 0), backlog=512)
+print(listener.getsockname()[1], flush=True)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+
+
 def native_python() -> Path:
     """A Python on this host with the packages of the `python` template, made once in the cache.
 

@@ -5,6 +5,7 @@ Loaded by schemathesis's own process, by `SCHEMATHESIS_HOOKS`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,8 +13,15 @@ from typing import Any
 
 import schemathesis
 
+from llm4agents.limits import POOL_MAX
+
 VOLUME = os.environ.get("FUZZ_VOLUME", "")
 SANDBOX = os.environ.get("FUZZ_SANDBOX", "")
+FILES = os.environ.get("FUZZ_FILES", "")
+"""A directory that files of the node are read from and written to."""
+_READ = ("garbage", "empty", "fifo", "srv", "none", "backup")
+"""What of it is read: no bundle, which takes seconds."""
+_KEY, _calls = re.compile(r"[A-Za-z0-9_-]{1,255}"), itertools.count()
 _KEEP = re.compile(r"(timeout|pause|resume|fork|snapshot|volumes|volumes/detach|isolation)?")
 """What would end or stop it, or takes seconds each time: asked of one that is not there."""
 
@@ -38,10 +46,21 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     elsewhere = called == "volumes_delete" or "/files" in case.operation.path  # a machine for each
     if VOLUME and not elsewhere and re.fullmatch(r"vol_[a-z0-9]{20}", str(path.get("volume"))):
         path["volume"] = VOLUME
+    headers = case.headers or {}
+    if _KEY.fullmatch(once := str(headers.get("Idempotency-Key", ""))):
+        # Else most of what is sent has the key of another request, and is refused without a look at it.
+        headers["Idempotency-Key"] = f"{once[:200]}-{next(_calls)}"
+    if called == "templates_remove" and path.get("name") in ("base", "t-fuzz"):
+        path["name"] = "t-none"
     query = case.query or {}
     for name in ("wait_s", "timeout_s"):
         if _number(query.get(name)) is not None:
             query[name] = min(0.05, float(query[name]))
+    if called == "files_watch" and query.get("path"):
+        # Of what is there the changes have no end.
+        query["path"] = f"/none/{query['path']}".replace("..", "__")
+    if called == "ports_wait" and "timeout_s" not in query:
+        case.query = {**query, "timeout_s": 0.05}
     if query.get("follow") in (True, "true"):
         query["follow"] = "false"  # such an answer has no end
     body = case.body
@@ -50,9 +69,42 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             body["wait_s"] = 0
         if called == "sandboxes_create" and body.get("template", "python") in ("python", "base"):
             body["template"] = "base"  # one that is built, in the shape that it is built in
-            for name, usual in (("memory_mib", 256), ("vcpus", 1), ("nested", False)):
-                if isinstance(body.get(name, usual), int | None):
-                    body[name] = usual
+            _small(body)
+        _of_the_node(called, path, body)
+
+
+def _of_the_node(called: str, path: dict[str, Any], body: dict[str, Any]) -> None:
+    """Nothing outside of FILES is written or read, no machine is booted, and the server goes on."""
+    file = body.get("file")
+    if isinstance(file, str) and file.startswith("/"):
+        inside = file.replace("..", "__").rpartition("/")[2]
+        if called == "templates_import":
+            inside = _READ[next(_calls) % len(_READ)]
+        body["file"] = f"{FILES}/none/{inside}" if called == "templates_export" else f"{FILES}/{inside}"
+    if called in ("templates_build", "templates_export") and len(str(path.get("name"))) <= 8:
+        path["name"] = "base"  # which is there: others of ours would be built for minutes
+    if called == "templates_build":
+        _small(body)
+        if body.get("force") is True:
+            body["force"] = False
+    recipe = body.get("recipe")
+    if called == "templates_create" and isinstance(recipe, dict) and isinstance(recipe.get("from"), dict):
+        recipe["from"] = {"template": "none-such"}
+    if called == "node_prune" and body.get("all") is True:
+        body["all"] = False
+    if called == "server_stop" and isinstance(body.get("keep", False), bool):
+        body["keep"] = "no boolean"
+    if called == "pool_set" and isinstance(body.get("data"), list):
+        for one in body["data"]:
+            if isinstance(one, dict) and 0 < (_number(one.get("wanted")) or 0) <= POOL_MAX:
+                one["wanted"] = 0
+
+
+def _small(body: dict[str, Any]) -> None:
+    """The shape that is built."""
+    for name, usual in (("memory_mib", 256), ("vcpus", 1), ("nested", False)):
+        if isinstance(body.get(name, usual), int | None):
+            body[name] = usual
 
 
 def _number(value: Any) -> float | None:

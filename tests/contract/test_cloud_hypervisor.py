@@ -47,6 +47,7 @@ from llm4agents.vmm.cloud_hypervisor.machine import CloudHypervisorMachine
 from llm4agents.vmm.jail import isolation
 from llm4agents.vmm.jail.promises import compare, expected
 from tests.cloud_hypervisor import fake
+from tests.support import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a jail like that only root can make")
 HERE = Path(fake.__file__).parent
@@ -256,6 +257,9 @@ def test_a_machine_boots_talks_stands_still_and_goes_on(bench: Bench) -> None:
         broken = compare(report, expected("cloud-hypervisor", root=True))
         # The fake's guest is a process in its jail.
         assert not [str(each) for each in broken if not each.host and each.name != "processes"]
+        first, *others = report.processes[0].threads or ()
+        assert first.seccomp_filters == 1 and others
+        assert {thread.seccomp_filters for thread in others} == {2}  # ours, and that of what it is
         jail = machine.record.extra["jail"]
         assert jail["root"] == "pivot" and machine.record.uid != 0
         ended = await machine.stop()
@@ -469,6 +473,10 @@ def test_one_that_hangs_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     async def test(world: World) -> None:
         machine = await world.boot()
         os.kill(machine.record.vmm_pid, 19)  # as after a NIC's thread that is gone
+        threads = list(Path(f"/proc/{machine.record.vmm_pid}/task").iterdir())
+        await asyncio.to_thread(
+            eventually, lambda: all(") T " in (thread / "stat").read_text() for thread in threads)
+        )
         with pytest.raises(SandboxDiedError, match="did not answer"):
             await machine.ask(api.PAUSE, timeout=0.2)
         assert not procfs.alive(machine.record.vmm_pid, machine.record.vmm_start_ticks)
@@ -480,8 +488,9 @@ def test_a_guest_that_ends_ends_its_monitor(bench: Bench) -> None:
     async def test(world: World) -> None:
         machine = await world.boot()
         channel = await machine.channel()
-        children = Path(f"/proc/{machine.record.vmm_pid}/task/{machine.record.vmm_pid}/children").read_text()
-        os.kill(int(children), 9)
+        threads = Path(f"/proc/{machine.record.vmm_pid}/task").iterdir()
+        (child,) = "".join((thread / "children").read_text() for thread in threads).split()
+        os.kill(int(child), 9)
         ended = await machine.wait()
         assert (ended.reason, ended.code) == ("exited", 1)
         assert channel.recv(1) == b""

@@ -504,12 +504,23 @@ def test_memory_without_a_seal_is_a_booted_machines_own_or_what_its_state_is_wri
 def test_files_in_a_root_of_its_own_are_those_of_a_vmm_that_opens_them_by_name() -> None:
     opened = Descriptor(5, "file", "read-write", "/upper", given="root")
     foreign = Descriptor(6, "file", "read-write", "/s/state.db")
-    for driver, filters in (("firecracker", 1), ("cloud-hypervisor", 1)):
-        vmm = a_vmm(descriptors=also(opened, foreign), threads=(a_thread(seccomp_filters=filters),))
+    for driver in ("firecracker", "cloud-hypervisor"):
+        vmm = a_vmm(descriptors=also(opened, foreign))
         found = promises.compare(a_report(vmm, driver=driver), promises.expected(driver, root=True))
         assert [str(one) for one in found] == [
             "vmm: descriptor 6 (/s/state.db) is a file that was not given to it"
         ]
+
+
+def test_every_thread_of_cloud_hypervisor_but_the_first_has_its_own_filter_under_ours() -> None:
+    def filters(*counts: int) -> list[str]:
+        threads = tuple(a_thread(tid=10 + n, seccomp_filters=count) for n, count in enumerate(counts))
+        report = a_report(a_vmm(threads=threads), driver="cloud-hypervisor")
+        return [str(one) for one in promises.compare(report, promises.expected("cloud-hypervisor", True))]
+
+    assert filters(1, 2, 3) == []
+    assert filters(1, 2, 1) == ["vmm: 12 (qemu): 1 of 2 seccomp filters"]
+    assert filters(0, 2) == ["vmm: 10 (qemu): 0 of 1 seccomp filters"]
 
 
 def test_of_a_machine_whose_files_were_not_written_down_none_is_known_to_be_its_own() -> None:

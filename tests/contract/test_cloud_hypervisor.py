@@ -39,7 +39,7 @@ from llm4agents.errors import (
 )
 from llm4agents.guest.channel import Session
 from llm4agents.guest.verbs import Agent
-from llm4agents.vmm import pages, procfs, snapshot
+from llm4agents.vmm import host, pages, procfs, snapshot
 from llm4agents.vmm.base import Capabilities, Disk, MachineSpec, Placement, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, command, probe
 from llm4agents.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
@@ -52,6 +52,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a jail like that only root can make")
 HERE = Path(fake.__file__).parent
 MEMORY_MIB = 256
+DEVICE_GID, GROUP = probe.device_gid, 3_999
 DEVICES = (api.URANDOM, "/dev/null")
 """Of the host, for the fake and its agent; it needs no /dev/kvm."""
 CAN = Capabilities(
@@ -81,12 +82,14 @@ class Bench:
     async def driver(self) -> CloudHypervisorDriver:
         driver = CloudHypervisorDriver(self.settings)
         driver._capabilities = CAN
+        await self.prepare(driver._cells.prepare)
+        return driver
+
+    async def prepare(self, prepare: Callable[..., Awaitable[dict[str, str]]]) -> dict[str, str]:
+        """The root of a program that is Python's and no ELF file."""
         modules = [part for part in self.parts if part.suffix == ".so"]
         files = [part for part in self.parts if part.suffix != ".so"]
-        await driver._cells.prepare(
-            PYTHON, modules=modules, files=files, places=(*command.PLACES, "/dev/null")
-        )
-        return driver
+        return await prepare(PYTHON, modules=modules, files=files, places=(*command.PLACES, "/dev/null"))
 
     def disks(self, name: str, *more: Disk) -> tuple[Disk, ...]:
         top = self.home / f"{name}.raw"
@@ -161,16 +164,18 @@ class World:
         run_dir.mkdir(mode=0o700)
         return Placement(f"fake-{os.getpid()}-{run_dir.name}", run_dir, time.time() + 60, **more)  # type: ignore[arg-type]
 
-    async def boot(self, *, memory_mib: int = MEMORY_MIB, **more: object) -> CloudHypervisorMachine:
+    async def boot(
+        self, *, memory_mib: int = MEMORY_MIB, nested: bool = False, **more: object
+    ) -> CloudHypervisorMachine:
         disks = self.bench.disks(f"boot{time.monotonic_ns()}")
-        spec = replace(self.bench.spec, disks=disks, memory_mib=memory_mib)
+        spec = replace(self.bench.spec, disks=disks, memory_mib=memory_mib, nested=nested)
         machine = await self.driver.boot(spec, self.place(**more))
         self.machines.append(machine)
         return machine
 
-    async def frozen(self, memory_mib: int = MEMORY_MIB) -> Snapshot:
+    async def frozen(self, memory_mib: int = MEMORY_MIB, *, nested: bool = False) -> Snapshot:
         """A snapshot of a machine whose agent was talked to once."""
-        machine = await self.boot(memory_mib=memory_mib)
+        machine = await self.boot(memory_mib=memory_mib, nested=nested)
         await talk(machine)
         await machine.pause()
         made = await machine.snapshot(self.home / f"snap{time.monotonic_ns()}")
@@ -495,6 +500,79 @@ def test_a_guest_that_ends_ends_its_monitor(bench: Bench) -> None:
         assert (ended.reason, ended.code) == ("exited", 1)
         assert channel.recv(1) == b""
         channel.close()
+
+    in_world(bench, test)
+
+
+def test_what_it_can_do_is_asked_of_host_and_program_and_each_refusal_has_its_words(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of `capabilities`, but for its root: the device is a file, which the fake does not open."""
+    device = bench.home / "kvm"
+    device.touch()
+    os.chown(device, 0, GROUP)
+    monkeypatch.setattr(host, "KVM_DEVICE", device)
+    monkeypatch.setattr(probe, "device_gid", DEVICE_GID)
+
+    def program(name: str, script: str) -> str:
+        path = bench.home / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def driver(**changes: object) -> CloudHypervisorDriver:
+        # A cache of its own: what was found of KVM is kept there.
+        made = CloudHypervisorDriver(replace(bench.settings, cache=bench.home / "can", **changes))  # type: ignore[arg-type]
+        real = made._cells.prepare
+        monkeypatch.setattr(made._cells, "prepare", lambda binary, places: bench.prepare(real))
+        return made
+
+    async def refused(match: str, **changes: object) -> None:
+        with pytest.raises(HostSetupError, match=match):
+            await driver(**changes).capabilities()
+
+    async def test(world: World) -> None:
+        await refused("is not installed", cloud_hypervisor=str(bench.home / "none"))
+        await refused("asks for software emulation", accel="tcg")
+        old = program("old", "echo cloud-hypervisor v40.0.0")
+        await refused("40.0.0 is too old: it lacks landlock", cloud_hypervisor=old)
+        words = (
+            f'[ "$1" = --version ] && exec echo cloud-hypervisor v{fake.VERSION}; echo no vcpus >&2; exit 1'
+        )
+        useless = program("useless", words)
+        await refused("Cloud Hypervisor could not use it: no vcpus", cloud_hypervisor=useless)
+        device.chmod(0o600)
+        await refused("may be opened by root alone")
+        device.rename(bench.home / "gone")
+        await refused("needs KVM: there is no /dev/kvm")
+        (bench.home / "gone").rename(device)
+        device.chmod(0o660)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 1000)
+            await refused("only root can make")
+
+        found = []
+        for nests in (False, True):
+            monkeypatch.setattr(host, "kvm_nests", lambda nests=nests: nests)
+            world.driver = driver()
+            found.append(await world.driver.capabilities())
+        assert [can.nested for can in found] == [False, True]
+        can = found[1]
+        assert (can.version, can.accelerator, can.why_not_kvm) == (fake.VERSION, "kvm", None)
+        assert (can.disk_format, can.bounds_files, can.jail.get("root")) == ("raw", False, "pivot")
+
+        # A nested machine has what it asked for, in the device's group, and so have those cloned from it.
+        base = await world.frozen(nested=True)
+        clone = await world.restore(base)
+        await clone.resume()
+        await talk(clone)
+        config = (await clone.ask(api.INFO, method="GET"))["config"]
+        assert config["cpus"]["nested"] is True
+        status = Path(f"/proc/{clone.record.vmm_pid}/status").read_text()
+        assert f"\nGid:\t{GROUP}\t" in status
+        world.driver._capabilities = found[0]
+        with pytest.raises(HostSetupError, match="does not let its guests run guests"):
+            await world.restore(base)
 
     in_world(bench, test)
 

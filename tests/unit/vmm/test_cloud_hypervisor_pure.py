@@ -14,6 +14,7 @@ from llm4agents.vmm import memory, merge, snapshot
 from llm4agents.vmm.base import Disk, MachineSpec, Snapshot
 from llm4agents.vmm.cloud_hypervisor import api, frozen, versions
 from tests.cloud_hypervisor import schema
+from tests.vm import guests
 
 OPENAPI = "CLOUD_HYPERVISOR_OPENAPI"
 
@@ -43,6 +44,23 @@ def test_every_body_fits_its_schema(nested: bool, landlock: bool) -> None:
     for name, each in bodies.items():
         for body in each:
             assert schema.problems(name, body) == []
+
+
+def test_a_guest_is_meant_to_see_the_devices_that_are_asked_for_and_no_other() -> None:
+    devices = {"disks": guests.BLOCK, "rng": guests.ENTROPY, "vsock": guests.VSOCK, "balloon": guests.BALLOON}
+    none = {"cpus", "memory", "payload", "serial", "console", "landlock_enable", "landlock_rules"}
+    body = api.boot(a_spec(), "console=ttyS0")
+    assert set(body) <= {*devices, *none}
+    kinds = [
+        devices[name]
+        for name in body
+        if name in devices
+        for _ in range(len(body[name]) if name == "disks" else 1)
+    ]
+    view = guests.VIEWS["cloud-hypervisor"]
+    assert view.virtio == tuple(sorted([*kinds, guests.NET]))  # which is added once it is there
+    virtio = {int(ident.partition(":")[2], 16) - 0x1040 for ident in view.pci if ident.startswith("0x1af4:")}
+    assert virtio == set(view.virtio)
 
 
 def test_what_does_not_fit_is_found() -> None:

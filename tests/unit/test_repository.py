@@ -177,6 +177,12 @@ def test_tests_and_benches_that_documents_name_exist(document: Path) -> None:
         assert f"tests/bench/bench_{bench}.py" in sources, f"scripts/bench {bench}"
 
 
+def test_there_is_one_unit_and_documents_print_no_other() -> None:
+    """The one that is tried (tests/reliability/test_systemd.py): a copy in a page is soon another."""
+    assert "ExecStart=" in (ROOT / "deploy" / "llm4agents.service").read_text()
+    assert not [str(document) for document in DOCUMENTS if "ExecStart=" in document.read_text()]
+
+
 def test_the_settings_are_all_told_and_no_other() -> None:
     page = (ROOT / "docs/reference/settings.md").read_text()
     told = re.findall(r"`LLM4AGENTS_([A-Z_]+)`", page)

@@ -38,7 +38,7 @@ _ECDHE = b"ECDHE+AESGCM:ECDHE+CHACHA20"
 class Authority:
     """The node's CA. One key of our own serves all leaves of this process's life."""
 
-    def __init__(self, certificate_pem: str, key_pem: str, *, http2: bool) -> None:
+    def __init__(self, certificate_pem: str, key_pem: str) -> None:
         """Raises ValueError for what is no certificate with its key."""
         self._ca = x509.load_pem_x509_certificate(certificate_pem.encode())
         key = serialization.load_pem_private_key(key_pem.encode(), None)
@@ -47,7 +47,6 @@ class Authority:
         self._ca_key: Any = key
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._pkey = crypto.PKey.from_cryptography_key(self._key)
-        self._http2 = http2
         self._contexts: OrderedDict[str, tuple[float, SSL.Context]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -63,7 +62,7 @@ class Authority:
         context = _context(SSL.TLS_SERVER_METHOD)
         context.use_certificate(crypto.X509.from_cryptography(self._leaf(host)))
         context.use_privatekey(self._pkey)
-        context.set_alpn_select_callback(_choose_http2 if self._http2 else _choose)
+        context.set_alpn_select_callback(_choose)
         context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
         self._contexts[host] = (now, context)
         while len(self._contexts) > limits.INTERCEPT_CERTIFICATES_MAX:
@@ -122,7 +121,7 @@ def rehearse() -> None:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     pem = ca.public_bytes(serialization.Encoding.PEM).decode()
-    authority = Authority(pem, private.decode(), http2=False)
+    authority = Authority(pem, private.decode())
     guest, server = (
         SSL.Connection(_context(SSL.TLS_CLIENT_METHOD)),
         SSL.Connection(authority.context("198.51.100.1")),
@@ -140,11 +139,8 @@ def rehearse() -> None:
 
 
 def _choose(connection: SSL.Connection, offered: list[bytes]) -> Any:
+    """HTTP/1.1 alone: HTTP/2's guest side would need the same strict reader (ADR 0011)."""
     return b"http/1.1" if b"http/1.1" in offered else SSL.NO_OVERLAPPING_PROTOCOLS
-
-
-def _choose_http2(connection: SSL.Connection, offered: list[bytes]) -> Any:
-    return b"h2" if b"h2" in offered else _choose(connection, offered)
 
 
 def _context(method: int) -> SSL.Context:

@@ -33,12 +33,6 @@ TICK_S = 1.0
 _CODECS = ("ascii", "latin-1", "utf-8", "utf-8-sig", "idna", "punycode", "unicode-escape")
 
 
-def http2_is_sound() -> bool:
-    """HTTP/2 of mitmproxy before 12.1.2 has holes that let one stream speak for another. (It is off in any case until
-    its guest's side is as strict as HTTP/1's.)"""
-    return False
-
-
 class Gateway:
     """The socket to the gateway: flows come in, records go out; what it does not take in time is summed up."""
 
@@ -141,7 +135,7 @@ class Interceptor:
     async def _ca(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         wire.close(fds)
         try:
-            self.authority = Authority(message["certificate"], message["key"], http2=http2_is_sound())
+            self.authority = Authority(message["certificate"], message["key"])
         except Exception as error:  # its words may quote the key
             raise Refused(f"the CA cannot be used ({type(error).__name__})") from None
         return {}

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from llm4agents import limits
 from llm4agents.errors import ConflictError
 from llm4agents.images import layers
 from llm4agents.vmm import given
 from llm4agents.vmm.base import Disk, MachineRecord
-from llm4agents.vmm.jail import isolation, promises
+from llm4agents.vmm.jail import cgroups, isolation, promises
 from llm4agents.vmm.qemu.machine import QemuMachine
 from tests.support import stranger
 
@@ -28,6 +29,7 @@ from .lab import Frozen, Lab, copy_sparse, go_on, in_lab, run, stand_still
 
 pytestmark = pytest.mark.vm
 ROOT = os.geteuid() == 0
+V1_MEMORY = Path("/sys/fs/cgroup/memory")
 _LOCK = "=hhxxxxqqixxxx"
 
 
@@ -162,6 +164,45 @@ def test_files_of_its_acts_are_its_own_and_others_are_found(frozen: Frozen) -> N
             assert words in told(isolation.report(machine.record))
 
     in_lab(frozen, test)
+
+
+@pytest.mark.skipif(not os.access(V1_MEMORY, os.W_OK), reason="no cgroup v1 of memory to measure with")
+def test_a_guest_that_takes_all_its_memory_stays_below_its_monitors_bound(
+    frozen: Frozen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where cgroup v2 has no memory, v1 counts the same pages and ends the same processes: its files have other names.
+    The shim joins it as it would."""
+    if frozen.driver != "qemu":
+        pytest.skip("says nothing of Firecracker, whose laboratory has cgroup v2")
+    parent = V1_MEMORY / f"l4a-{os.getpid()}"
+    monkeypatch.setattr(cgroups, "shared", lambda wanted: cgroups.Parent(parent, frozenset(cgroups.NEEDED)))
+    monkeypatch.setattr(
+        cgroups.Bounds, "files", lambda bounds: {"memory.limit_in_bytes": (str(bounds.memory_bytes),)}
+    )
+
+    async def test(lab: Lab) -> None:
+        machine, agent = await lab.clone()
+        own = parent / f"{cgroups.PREFIX}{machine.record.id}"
+        assert str(machine.record.vmm_pid) in (own / "cgroup.procs").read_text().split()
+        bound = (frozen.spec.memory_mib + limits.VMM_MEMORY_MIB) << 20
+        assert int((own / "memory.limit_in_bytes").read_text()) == bound
+        # Every page of the guest, and many of its disk, which the host keeps too.
+        code, _ = await run(agent, "head -c 200m /dev/zero > /root/big; sync; tail /dev/zero; echo $?")
+        assert code == 0
+        assert await run(agent, "cat /dev/shm/state") == (0, "template")
+        assert "oom_kill 0\n" in (own / "memory.oom_control").read_text()
+        stat = dict(line.split() for line in (own / "memory.stat").read_text().splitlines())
+        used = int(stat["rss"]) + int(stat["mapped_file"])
+        # It was all of it, and what a monitor has besides leaves room.
+        assert 0.8 * (frozen.spec.memory_mib << 20) < used < bound - (64 << 20), used >> 20
+        await machine.stop()
+        assert not own.exists()
+
+    parent.mkdir()
+    try:
+        in_lab(frozen, test)
+    finally:
+        parent.rmdir()
 
 
 def as_a_user(frozen: Frozen, case: str) -> dict[str, Any]:

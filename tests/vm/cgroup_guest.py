@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llm4agents.vmm import shim
-from llm4agents.vmm.jail import cgroups
+from llm4agents.vmm.jail import cgroups, isolation
 from llm4agents.vmm.jail.closure import Closure, closure
 from llm4agents.vmm.waiting import readable
 
@@ -56,8 +56,11 @@ def launch(
 
 
 async def main() -> dict[str, object]:
+    wanted_parents = ("l4a-test", None)
+    foreseen = [cgroups.foreseen(name) for name in wanted_parents]
     parent = cgroups.parent("l4a-test")
     found: dict[str, object] = {
+        "foreseen": [saw == cgroups.parent(name) for saw, name in zip(foreseen, wanted_parents, strict=True)],
         "controllers": sorted(parent.controllers),
         "default": str(cgroups.parent(None).path),
     }
@@ -93,6 +96,9 @@ async def main() -> dict[str, object]:
         name: (made.path / name).read_text().strip() for name in names if (made.path / name).exists()
     }
     found["pid"] = started.vmm_pid
+    seen = isolation.worker("vmm", started.vmm_pid)
+    group = None if seen is None else seen.cgroup
+    found["reported"] = None if group is None else [group.version, group.shared, dict(group.limits)]
     found["lacking"] = dict(made.lacking)
     found["seen_inside"] = shim.console_tail(wanted.run_dir).strip()
     found["jail"] = started.jail

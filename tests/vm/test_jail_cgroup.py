@@ -56,6 +56,13 @@ def test_memory_and_processes_end_at_the_bound_and_the_cgroup_goes(box: Sandbox)
     assert files.get("memory.swap.max", "0") == "0"
     assert (files["pids.max"], files["cpu.max"]) == ("32", "50000 100000")
     assert files["cgroup.procs"] == str(found["pid"])
+    # The isolation report reads what was written, and doctor knows where a server will write.
+    version, shared, limits = found["reported"]
+    assert (version, shared) == (2, False)
+    assert {name: limits[name] for name in ("memory.max", "pids.max", "cpu.max")} == {
+        name: files[name] for name in ("memory.max", "pids.max", "cpu.max")
+    }
+    assert found["foreseen"] == [True, True]
     # Its cgroup is the root of what it sees of them.
     assert found["seen_inside"] == "0::/"
     assert found["jail"]["cgroup"] == "1"

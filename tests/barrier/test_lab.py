@@ -10,7 +10,9 @@ import pytest
 
 from tests.barrier.attacks.kit import frame, ip4, tcp_segment
 from tests.barrier.lab import Lab, laboratory
-from tests.barrier.world import HOST, WORLD
+from tests.barrier.smuggles import smuggled, smuggles
+from tests.barrier.world import HOST, NAMES, WORLD
+from tests.support import eventually
 
 pytestmark = [
     pytest.mark.root,
@@ -86,3 +88,28 @@ def test_what_belongs_to_no_connection_is_witnessed_too(lab: Lab) -> None:
     lab.settle()
     assert [one.payload for one in lab.left(mark) if one.destination == "93.184.216.66"] == [b"out"]
     assert len([one for one in lab.left(mark) if one.destination == "93.184.216.34"]) == 1, "its SYN alone"
+
+
+BOTH = {"minus", "chunk of odd size", "chunk's extension", "chunk ended by LF", "trailer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("api.example.com", {"CL.TE", "two lengths", "coding twice", "tab", "vertical tab", "blank before colon",
+                             "case"}),
+        ("te.example.com", {"CL.TE", "two lengths", "coding twice", "tab", "vertical tab", "blank before colon", "case",
+                            "unknown coding", "coding listed", "chunked, then another", "quoted"}),
+        ("cl.example.com", {"TE.CL", "two lengths, swapped"}),
+    ],
+)  # fmt: skip
+def test_origins_can_be_smuggled_to_where_nothing_is_between(lab: Lab, name: str, ways: set[str]) -> None:
+    """The control of `attacks/test_http.py::test_smuggling`: what is refused there does harm here."""
+    mark = lab.mark()
+    for how in ways | BOTH:
+        lab.dial(NAMES[name][0], 80, smuggles(name)[how])
+
+    def found() -> set[str]:
+        return set(smuggled([one.target for one in lab.arrived(mark, kind="http")]))
+
+    eventually(lambda: found() == ways | BOTH, 5)

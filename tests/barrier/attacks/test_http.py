@@ -21,7 +21,9 @@ from tests.barrier.attacks.kit import (
     tls_context,
     ws_frame,
 )
+from tests.barrier.smuggles import smuggled, smuggles
 from tests.barrier.world import Arrival
+from tests.support import eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -54,6 +56,15 @@ def served(case: Case, secure: bool, name: str = NAME) -> None:
 
 def requests(case: Case) -> list[Arrival]:
     return [one for one in case.lab.arrived(case.mark) if one.method]
+
+
+def denials(case: Case) -> list[dict[str, Any]]:
+    """Of connections and requests, and not only of names that are looked up."""
+    return [one for one in case.guest.records(case.at) if one["verdict"] == "deny" and judged(one["kind"])]
+
+
+def judged(kind: str) -> bool:
+    return kind in ("connection", "request")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,7 @@ def test_hosts(case: Case, secure: bool, head: str) -> None:
     assert set(answer["statuses"]) <= {400, 403, 404, 421, 426, 501, 505}, answer
     assert not [one for one in requests(case) if one.address != "93.184.216.34"]
     assert not [one for one in requests(case) if (one.header("host") or NAME) != NAME], requests(case)
+    case.denied(kind=judged, name=NAME)
     case.again()
     served(case, secure)
     assert [one.target for one in requests(case)] == ["/public/a"]
@@ -114,13 +126,17 @@ def test_connect(case: Case, secure: bool, raw: bytes) -> None:
     spliced = [] if secure or raw.startswith(b"GET") else [[f"allow {NAME}"]]
     for policy in (rules(), *spliced):
         case.guest.network(policy)
+        case.again()
         answer = ask(case, raw, secure, limit=1 << 16)
         assert set(answer["statuses"]) <= {200, 400, 403, 405, 421, 501}, answer
         assert b"Connection established" not in answer["data"]
         assert not [one for one in requests(case) if one.method == "CONNECT"], requests(case)
-    case.lab.settle()
-    assert {one.address for one in case.lab.arrived(case.mark)} <= {"93.184.216.34"}
+        case.denied(kind=judged, name=NAME)
+        case.lab.settle()
+        assert {one.address for one in case.lab.arrived(case.mark)} <= {"93.184.216.34"}
+    case.again()
     served(case, secure)
+    assert {one.address for one in case.lab.arrived(case.mark)} == {"93.184.216.34"}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +149,12 @@ def test_methods(case: Case, secure: bool, method: str) -> None:
         case, f"{method} /public/a HTTP/1.1\r\nHost: {NAME}\r\nConnection: close\r\n\r\n".encode(), secure
     )
     assert set(answer["statuses"]) <= ({200} if method == "get" else {400, 403, 405, 501, 505}), answer
-    # Small letters are judged as the method they may be taken for.
+    # Small letters are judged as the method they may be taken for, or as no HTTP.
     assert not [one for one in requests(case) if one.method != "get"]
+    if method == "get" and secure:
+        case.allowed(kind="request", name=NAME)
+    else:
+        case.denied(kind=judged, name=NAME)
     served(case, secure)
 
 
@@ -144,8 +164,10 @@ def test_trace_is_refused_also_where_all_methods_are_allowed(case: Case, secure:
     answer = ask(
         case, f"TRACE /public/a HTTP/1.1\r\nHost: {NAME}\r\nConnection: close\r\n\r\n".encode(), secure
     )
-    assert set(answer["statuses"]) <= {400, 403, 405, 501}, answer
+    assert answer["statuses"] and set(answer["statuses"]) <= {400, 403, 405, 501}, answer
     assert not requests(case)
+    case.denied(kind=judged, name=NAME)
+    served(case, secure)
 
 
 @pytest.mark.parametrize(
@@ -167,43 +189,9 @@ def test_paths(case: Case, secure: bool, path: str) -> None:
         readings = {one.target, unquote(one.target), unquote(unquote(one.target))}
         for reading in readings:
             assert reading.startswith("/public/") and ".." not in reading, (answer, one)
+    if not requests(case):
+        case.denied(kind=judged, name=NAME)
     served(case, secure)
-
-
-SMUGGLES = {
-    "CL.TE": b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "TE.CL": b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n5c\r\n",
-    "two lengths": b"Content-Length: 0\r\nContent-Length: %d\r\n\r\n",
-    "two lengths, swapped": b"Content-Length: %d\r\nContent-Length: 0\r\n\r\n",
-    "list of lengths": b"Content-Length: 0, %d\r\n\r\n",
-    "plus": b"Content-Length: +%d\r\n\r\n",
-    "blank in number": b"Content-Length: 0 %d\r\n\r\n",
-    "hex": b"Content-Length: 0x0\r\n\r\n",
-    "minus": b"Content-Length: -1\r\n\r\n",
-    "unknown coding": b"Transfer-Encoding: xchunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "coding twice": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "coding listed": b"Transfer-Encoding: identity, chunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "chunked, then another": b"Transfer-Encoding: chunked, identity\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "tab": b"Transfer-Encoding:\tchunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "vertical tab": b"Transfer-Encoding: \x0bchunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "blank before colon": b"Transfer-Encoding : chunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "blank before length's colon": b"Content-Length : %d\r\n\r\n",
-    "folded": b"Transfer-Encoding:\r\n chunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "case": b"tRANSFER-eNCODING: cHUNKED\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "bare LF": b"X: y\nTransfer-Encoding: chunked\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "bare CR": b"X: y\rTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-    "NUL in name": b"Content\0-Length: 0\r\nContent-Length: %d\r\n\r\n",
-    "quoted": b'Transfer-Encoding: "chunked"\r\nContent-Length: %d\r\n\r\n0\r\n\r\n',
-    "chunk of odd size": b"Transfer-Encoding: chunked\r\n\r\n0x0\r\n\r\n",
-    "chunk with a sign": b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
-    "chunk of 2**64": b"Transfer-Encoding: chunked\r\n\r\n10000000000000000\r\n",
-    "chunk's extension": b"Transfer-Encoding: chunked\r\n\r\n0;\nx\r\n\r\n",
-    "chunk ended by LF": b"Transfer-Encoding: chunked\r\n\r\n1\na\n0\n\n",
-    "trailer": b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 5\r\nHost: evil.example.net\r\n\r\n",
-    "expect": b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n",
-    "GET with a body": b"Content-Length: %d\r\n\r\n",
-    "HTTP/1.0 chunked": b"Transfer-Encoding: chunked\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
-}
 
 
 def at_once(raws: dict[str, bytes], name: str, secure: bool) -> dict[str, Any]:
@@ -220,20 +208,18 @@ def at_once(raws: dict[str, bytes], name: str, secure: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [NAME, "te.example.com", "cl.example.com"])
 def test_smuggling(case: Case, secure: bool, name: str) -> None:
     """A second request hidden behind framing that two ends read differently. Origins that heed one header only, and
-    one that follows the standard, never see it as a request, and its answer is never another's."""
+    one that follows the standard, never see it as a request, and its answer is never another's. (That they do see it
+    where nothing is between: tests/barrier/test_lab.py.)"""
     case.guest.network(rules(name))
-    raws = {}
-    for number, (how, template) in enumerate(SMUGGLES.items()):
-        hidden = f"GET /admin/{number} HTTP/1.1\r\nHost: {name}\r\n\r\n".encode()
-        size = len(hidden) + 5 * template.count(b"\r\n0\r\n\r\n")
-        method = b"GET" if how == "GET with a body" else b"POST"
-        version = b"HTTP/1.0" if "1.0" in how else b"HTTP/1.1"
-        head = method + b" /public/a " + version + b"\r\nHost: " + name.encode() + b"\r\n"
-        raws[how] = head + (template % size if b"%d" in template else template) + hidden
-    answers = case.guest.run(at_once, raws, name, secure)
-    smuggled = [one.target for one in requests(case) if "/public/" not in one.target]
-    ways = list(SMUGGLES)
-    assert not smuggled, [(ways[int(target[7:])], answers[ways[int(target[7:])]]) for target in smuggled]
+    answers = case.guest.run(at_once, smuggles(name), name, secure)
+    found = smuggled([one.target for one in requests(case)])
+    assert not found, [(how, answers[how]) for how in found]
+    assert not [one for one in requests(case) if one.target != "/public/a"]
+    # Refused at once, or with the request in it judged as the one that it is: either way it is written down.
+    refused = [how for how, answer in answers.items() if set(answer["statuses"]) - {100, 200}]
+    assert len(refused) >= 24, answers
+    case.denied(kind="request", name=name)
+    eventually(lambda: len(denials(case)) >= len(refused))
     served(case, secure, name)
 
 
@@ -260,6 +246,7 @@ def test_header_injection(case: Case, secure: bool, head: bytes) -> None:
         assert not [value for _, value in one.headers if "\r" in value or "\n" in value or "\0" in value], (
             one.headers
         )
+    case.denied(kind=judged, name=NAME)
     served(case, secure)
 
 
@@ -280,6 +267,8 @@ def test_line_ends_in_targets(case: Case, secure: bool) -> None:
     for one in requests(case):
         assert not one.header("x-injected") or one.target == "/public/a", one
         assert " " not in one.target and "\t" not in one.target, one
+    case.denied(kind=judged, name=NAME)
+    served(case, secure)
 
 
 def test_a_websocket_that_hides_requests(case: Case, secure: bool) -> None:
@@ -302,8 +291,10 @@ def test_a_websocket_that_hides_requests(case: Case, secure: bool) -> None:
         .replace(b"websocket", b"h2c")
         .replace(b"\r\n\r\n", b"\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"),
     ):
+        case.again()
         ask(case, raw + ADMIN, secure)
         assert not [one for one in requests(case) if "admin" in one.target], requests(case)
+        case.denied(kind=judged, name=NAME)
     # A WebSocket that is one carries frames both ways, and bytes of a request in it are only frames.
     case.again()
     raw = upgrade("/ws") + ws_frame(b"hello") + ws_frame(ADMIN[:40]) + ws_frame(b"the last")
@@ -328,6 +319,8 @@ def test_redirects_are_judged_anew(case: Case, secure: bool) -> None:
         if location.startswith("http"):
             assert case.guest.run(fetch, location, verify=False)["status"] in (0, 403)
     assert {one.address for one in case.lab.arrived(case.mark)} == {"93.184.216.34"}
+    case.denied(name=EVIL)
+    case.denied(kind="connection", address="169.254.169.254")
     case.guest.network([f"allow GET {NAME}/*", f"allow {EVIL}"])
     assert case.guest.run(fetch, f"http://{EVIL}/")["status"] == 200
 
@@ -373,15 +366,21 @@ def test_second_request_for_another_host(case: Case, secure: bool) -> None:
     first, second = case.guest.run(second_host, address, secure, NAME)
     assert b" 200 " in first.split(b"\r\n")[0] and b" 200 " not in second.split(b"\r\n")[0]
     assert [one.header("host") for one in requests(case)] == [NAME]
+    case.denied(kind="request", name=NAME)
 
 
 def test_second_request_under_splice_goes_nowhere_else(case: Case) -> None:
     """A spliced connection leads to one origin; what is said later on it is between guest and origin (SECURITY.md)."""
     case.guest.network([f"allow {NAME}"])
     address = case.guest.run(resolve, NAME)["addresses"][0]
-    case.guest.run(second_host, address, False, NAME)
-    assert {one.address for one in case.lab.arrived(case.mark)} == {"93.184.216.34"}
+    first, second = case.guest.run(second_host, address, False, NAME)
+    assert b" 200 " in first and b" 200 " in second, "and the origin answered both"
+    assert [(one.address, one.header("host")) for one in requests(case)] == [
+        ("93.184.216.34", NAME), ("93.184.216.34", EVIL)
+    ]  # fmt: skip
+    case.allowed(kind="connection", name=NAME)
     case.again()
     raw = b"GET /public/a HTTP/1.1\r\nHost: evil.example.net\r\n\r\n"
     assert case.guest.run(raw_http, raw, host=NAME, timeout=2)["statuses"] == [403]
     case.nothing_arrived()
+    case.denied(kind="connection", name=NAME)

@@ -89,7 +89,8 @@ class Invites:
     def revoke(self, invite: str) -> None:
         """Nobody registers with it any more; who has, stays. Raises NotFoundError."""
         if not rows.remove(self._store, invite):
-            raise NotFoundError(f"there is no invite {invite[:40]!r}", hint="llm4agents invite ls shows them")
+            # It may be the code itself, mistaken for the id: it is not repeated.
+            raise NotFoundError("there is no invite of that id", hint="llm4agents invite ls shows them")
         log.info("invite_revoked", invite_id=invite)
 
     def register(self, code: str, name: str) -> tuple[ProjectRow, KeyRow, str]:

@@ -59,7 +59,7 @@ def test_a_change_and_a_refusal_are_a_row_and_a_look_is_none(served: Served) -> 
 
 def test_a_request_s_id_is_one_word_and_no_key(served: Served) -> None:
     key = served.key()
-    for bad in ("two words", "x" * 65, key, "a;b"):
+    for bad in ("two words", "x" * 65, key, f"x.{key}", "a;b", "l4i_" + "0" * 40, "x.l4at_" + "A" * 43):
         said = served.ask("GET", "/v1/whoami", key, headers={"x-request-id": bad})
         assert said.headers["x-request-id"].startswith("req_")
 
@@ -300,7 +300,7 @@ def test_registration_is_off_unless_it_is_on(tmp_path: Path) -> None:
 # -- keys are nowhere -------------------------------------------------------------------------------------------------
 
 
-def test_no_key_or_invite_is_in_log_audit_or_store(tmp_path: Path) -> None:
+def test_no_key_invite_or_token_is_in_log_audit_or_store(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file, serving(tmp_path / "served", REGISTRATION="1") as here:
         from llm4agents.api.server import configure_logs
@@ -316,12 +316,26 @@ def test_no_key_or_invite_is_in_log_audit_or_store(tmp_path: Path) -> None:
             theirs = here.ask("POST", "/v1/register", json={"invite": code, "name": "they"}).json()["key"]
             for key in (made, theirs):
                 here.ask("GET", "/v1/whoami", key, headers={"x-request-id": key})
+                here.ask("DELETE", "/v1/keys/key_x", key, headers={"x-request-id": f"x.{key}"})
                 here.ask("DELETE", f"/v1/keys/{key}", key)  # the key for its id
                 here.ask("PUT", f"/v1/secrets/{key}", key, json={"value": "canary"})
                 here.ask("POST", f"/v1/sandboxes/{key}/exec?key={key}", key, json={"command": key})
                 here.ask("GET", f"/v1/none/{key}", key)
                 here.ask("DELETE", f"/v1/keys/key_{key[4:12]}", operator)
                 assert here.ask("GET", "/v1/whoami", key).status_code == 401
+            unused = here.ask("POST", "/v1/invites", operator, json={}).json()["invite"]
+            here.sandbox(ONE, "default", traffic={"public": False, "generation": 0})
+            token = here.ask("POST", f"/v1/sandboxes/{ONE}/traffic", operator, json={}).json()["token"]
+            for secret, what in ((code, "invite"), (unused, "invite"), (token, "token")):
+                for path in (f"/v1/invites/{secret}", f"/v1/secrets/{secret}", f"/v1/sandboxes/{secret}"):
+                    said = here.ask("DELETE", path, operator, headers={"x-request-id": secret})
+                    assert said.status_code == 400 and what in said.json()["detail"], said.text
+                    assert secret[8:] not in said.text
+                half = "/v1/none/" + "x" * (485 - len("/v1/none/")) + secret  # cut at 500
+                here.ask("DELETE", half, operator)
+                here.ask("DELETE", f"/v1/invites/{secret}", made)
+            missed = here.ask("DELETE", "/v1/invites/mistyped", operator)
+            assert missed.status_code == 404 and "mistyped" not in missed.text
             rows = json.dumps(here.audit())
         finally:
             structlog.reset_defaults()
@@ -329,7 +343,7 @@ def test_no_key_or_invite_is_in_log_audit_or_store(tmp_path: Path) -> None:
     assert any(path.name == "store.db" for path in files)
     held = log.read_bytes() + rows.encode() + b"".join(path.read_bytes() for path in files)
     assert b"key_created" in held
-    for secret in (operator, made, theirs, code):
+    for secret in (operator, made, theirs, code, unused, token):
         assert secret.encode() not in held and secret[13:].encode() not in held
 
 

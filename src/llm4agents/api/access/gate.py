@@ -30,8 +30,8 @@ from llm4agents.api.access.table import OPEN, QUIET, Matched, Table
 from llm4agents.api.answers import problem
 from llm4agents.api.context import CALLER, Context
 from llm4agents.api.proxy import address
-from llm4agents.api.proxy.admission import is_key
-from llm4agents.engine import clock, keys
+from llm4agents.api.proxy.admission import TOKEN_FORM, is_key
+from llm4agents.engine import clock, invites, keys
 from llm4agents.engine.audit import Entry
 from llm4agents.engine.principal import NOBODY, Principal
 from llm4agents.errors import (
@@ -48,7 +48,15 @@ Admitted = Literal["route", "port"]
 KEY_HINT = "send Authorization: Bearer KEY, or X-API-KEY; LLM4AGENTS_API_KEY for the SDK and the command line"
 TARGET_CHARACTERS_MAX = 500
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_A_KEY = re.compile(r"l4a_[a-z0-9]{8}_[0-9a-f]+")
+_A_SECRET = re.compile(r"(l4a_)[a-z0-9]{8}_[0-9a-f]+|(l4i_)[0-9a-f]{8,}|(l4at_)[A-Za-z0-9_-]{8,}")
+_MISPLACED = {
+    keys.PREFIX: ("an API key", "revoke it: paths are in logs; a key goes into a header"),
+    invites.PREFIX: (
+        "an invite's code",
+        "paths are in logs; llm4agents invite ls shows its id, which revokes it",
+    ),
+    TOKEN_FORM: ("a traffic token", "rotate it: paths are in logs; it goes into X-Traffic-Token"),
+}
 _READS = ("GET", "HEAD", "OPTIONS")
 _TABLE = Table()
 
@@ -148,11 +156,9 @@ class Gate:
         call.matched = matched = _TABLE.find(call.method, scope["path"])
         is_open = matched is not None and matched.needs == OPEN
         call.principal = principal = self._caller(scope, call.principal, needed=not is_open)
-        if keys.PREFIX in scope["path"] and _A_KEY.search(scope["path"]):
-            raise InvalidRequestError(
-                "there is an API key in the path",
-                hint="revoke it: paths are in logs; a key goes into a header",
-            )
+        if misplaced := _A_SECRET.search(scope["path"]):
+            what, hint = _MISPLACED[misplaced[misplaced.lastindex or 0]]
+            raise InvalidRequestError(f"there is {what} in the path", hint=hint)
         if is_open:
             return
         if matched is None:
@@ -215,7 +221,8 @@ class Gate:
         reads = call.port or call.method in _READS or call.matched is None or call.pattern in QUIET
         if not refused and reads:
             return
-        target = _A_KEY.sub("l4a_…", call.scope["path"][:TARGET_CHARACTERS_MAX])
+        # Cut after it is redacted: half a secret is none that is recognised.
+        target = _A_SECRET.sub(lambda found: f"{found[found.lastindex or 0]}…", call.scope["path"])
         entry = Entry(
             at=clock.wall_s(),
             project=call.principal.project,
@@ -223,7 +230,7 @@ class Gate:
             origin=call.principal.origin,
             request=request,
             action=f"{call.method} {'a port' if call.port else call.pattern}",
-            target=target.encode("utf-8", "replace").decode(),
+            target=target[:TARGET_CHARACTERS_MAX].encode("utf-8", "replace").decode(),
             status=answer.status,
             code=answer.code,
             duration_ms=round(duration_ms, 3),
@@ -258,6 +265,8 @@ async def _refuse(
 def _request_id(scope: Scope) -> str:
     """What the client calls it, or a name of ours."""
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value) and not value.startswith(b"l4a_"):
-            return str(value.decode())
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            said = str(value.decode())
+            if not _A_SECRET.search(said):
+                return said
     return f"req_{secrets.token_hex(8)}"

@@ -411,7 +411,9 @@ SECRETS_MAX: Final = 1_000
 
 # Who calls
 KEYS_PER_PROJECT_MAX: Final = 1_000
-"""That are not revoked."""
+"""That are good: neither revoked nor expired."""
+KEYS_GONE_KEPT: Final = 100
+"""Of one project, revoked or expired: those that went last, to be told from keys that never were."""
 PROJECTS_MAX: Final = 10_000
 INVITES_MAX: Final = 10_000
 INVITE_USES_MAX: Final = 10_000

@@ -2,7 +2,8 @@
 
 A key is `l4a_`, the 8 characters of its id, `_` and 40 hex digits: 160 random bits, so a plain SHA-256 of it is as hard
 to go back from as a slow one. The whole key is in the answer to its making and nowhere else: no log line, error, audit
-row or store has it. All of them are held in memory, since every call asks for one.
+row or store has it. All of them are held in memory, since every call asks for one; of those that are good no more, a
+project's last KEYS_GONE_KEPT.
 """
 
 from __future__ import annotations
@@ -87,6 +88,14 @@ class Keys:
     def _all(self) -> dict[str, KeyRow]:
         return {row.id: row for row in rows.rows(self._store)}
 
+    @cached_property
+    def _of(self) -> dict[str, dict[str, KeyRow]]:
+        """The same, by project."""
+        found: dict[str, dict[str, KeyRow]] = {}
+        for row in self._all.values():
+            found.setdefault(row.project, {})[row.id] = row
+        return found
+
     # -- for callers
 
     def create(
@@ -122,13 +131,12 @@ class Keys:
             )
         if not 1 <= len(name) <= 128 or not name.isprintable():
             raise InvalidRequestError("a key's name is 1 to 128 printable characters")
-        if sum(row.project == owner and row.revoked_at is None for row in self._all.values()) >= (
-            limits.KEYS_PER_PROJECT_MAX
-        ):
+        self._trim(owner)
+        theirs, now = self._of.setdefault(owner, {}), clock.wall_s()
+        if sum(_gone_at(row, now) is None for row in theirs.values()) >= limits.KEYS_PER_PROJECT_MAX:
             raise InvalidRequestError(
                 f"the project has {limits.KEYS_PER_PROJECT_MAX} keys", hint="llm4agents key revoke"
             )
-        now = clock.wall_s()
         ident = next(one for one in iter(lambda: random_id(8), "") if f"key_{one}" not in self._all)
         text = f"{PREFIX}{ident}_{secrets.token_hex(20)}"
         row = KeyRow(
@@ -142,7 +150,7 @@ class Keys:
             expires_at=None if expires_days is None else now + expires_days * 86_400,
         )
         rows.add(self._store, row)
-        self._all[row.id] = row
+        self._all[row.id] = theirs[row.id] = row
         log.info("key_created", key_id=row.id, project=owner, scopes=row.scopes)
         return row, text
 
@@ -151,8 +159,8 @@ class Keys:
         return (owner,) if row is None else (owner, row.name)
 
     def list(self, project: str | None) -> builtins.list[KeyRow]:
-        """Those of a project, or (None) all; also what is revoked or has expired."""
-        return [row for row in self._all.values() if project is None or row.project == project]
+        """Those of a project, or (None) all, oldest first; also what was revoked or has expired lately."""
+        return builtins.list((self._all if project is None else self._of.get(project, {})).values())
 
     def get(self, ident: str, project: str | None) -> KeyRow:
         """One of a project's, or (None) of any. Raises NotFoundError, also for another's."""
@@ -170,7 +178,18 @@ class Keys:
             rows.change(self._store, row, revoked_at=clock.wall_s())
             log.info("key_revoked", key_id=row.id, project=row.project)
             self._end(row.id)
+            self._trim(row.project)
         return row
+
+    def _trim(self, project: str) -> None:
+        """Whoever makes keys and revokes them, or lets them expire, fills neither the store nor the memory."""
+        theirs, now = self._of.get(project, {}), clock.wall_s()
+        gone = [(at, row.id) for row in theirs.values() if (at := _gone_at(row, now)) is not None]
+        if len(gone) > limits.KEYS_GONE_KEPT:
+            forgotten = [ident for _, ident in sorted(gone)[: -limits.KEYS_GONE_KEPT]]
+            rows.remove(self._store, forgotten)
+            for ident in forgotten:
+                del self._all[ident], theirs[ident]
 
     @contextlib.contextmanager
     def holding(self, ident: str) -> Iterator[Held]:
@@ -252,6 +271,13 @@ def describe(row: KeyRow) -> dict[str, Any]:
         "revoked_at": row.revoked_at,
         "used_at": row.used_at,
     }
+
+
+def _gone_at(row: KeyRow, now: float) -> float | None:
+    """Since when it is good no more; None: it is good."""
+    if row.revoked_at is not None:  # whatever the clock says now
+        return row.revoked_at
+    return row.expires_at if row.expires_at is not None and row.expires_at <= now else None
 
 
 def _digest(text: str) -> bytes:

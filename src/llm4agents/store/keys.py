@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import delete, insert, select, update
 
 from llm4agents.store.schema import api_keys
 from llm4agents.store.store import Store
@@ -33,7 +34,7 @@ def add(store: Store, row: KeyRow) -> None:
 
 
 def rows(store: Store) -> list[KeyRow]:
-    """Every key there ever was, oldest first."""
+    """Every one, oldest first."""
     with store.reading() as connection:
         found = connection.execute(select(api_keys).order_by(api_keys.c.created_at, api_keys.c.id)).mappings()
         return [KeyRow(**row) for row in found]
@@ -45,3 +46,9 @@ def change(store: Store, row: KeyRow, **changes: Any) -> None:
         connection.execute(update(api_keys).where(api_keys.c.id == row.id).values(**changes))
     for name, value in changes.items():
         setattr(row, name, value)
+
+
+def remove(store: Store, keys: Collection[str]) -> None:
+    with store.writing() as connection:
+        for key in keys:
+            connection.execute(delete(api_keys).where(api_keys.c.id == key))

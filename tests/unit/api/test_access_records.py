@@ -20,6 +20,7 @@ from llm4agents.engine.audit import Entry
 from llm4agents.engine.quotas import Share
 from llm4agents.engine.repeats import Repeats
 from llm4agents.engine.secrets import Secrets
+from llm4agents.store import keys as stored_keys
 from tests.unit.api.served import Served, serving
 
 ONE = "sbx_" + "1" * 20
@@ -345,6 +346,37 @@ def test_no_key_invite_or_token_is_in_log_audit_or_store(tmp_path: Path) -> None
     assert b"key_created" in held
     for secret in (operator, made, theirs, code, unused, token):
         assert secret.encode() not in held and secret[13:].encode() not in held
+
+
+def test_keys_that_are_good_no_more_are_kept_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEYS_GONE_KEPT", 3)
+    monkeypatch.setattr(limits, "KEYS_PER_PROJECT_MAX", 5)
+    with serving(tmp_path) as here:
+        mine, other = here.project("churns"), here.key(here.project("other"), scopes=["read", "project"])
+        key = here.key(mine, scopes=["read", "project"])
+        made: list[str] = []
+
+        def kept() -> list[str]:
+            held = [row["id"] for row in here.ask("GET", "/v1/keys", key).json()["data"]]
+            stored = here.on_loop(stored_keys.rows, here.context.engine.store)
+            assert held == [row.id for row in stored if row.project == mine]
+            return held
+
+        for at in range(6):
+            said = here.ask("POST", "/v1/keys", key, json={"name": f"n{at}", "scopes": ["read"]}).json()
+            made.append(said["id"])
+            assert here.ask("DELETE", f"/v1/keys/{said['id']}", key).status_code == 200
+        assert kept() == [f"key_{key[4:12]}", *made[-3:]]
+        assert here.ask("GET", f"/v1/keys/{made[0]}", key).status_code == 404
+        assert "is revoked" in here.ask("GET", "/v1/whoami", said["key"]).json()["detail"]
+        # What has expired takes no good key's place, and goes in its turn.
+        wish = {"name": "short", "scopes": ["read"], "expires_days": 1e-9}
+        made += [here.ask("POST", "/v1/keys", key, json=wish).json()["id"] for _ in range(6)]
+        good = [here.ask("POST", "/v1/keys", key, json={"name": "g"}).json()["id"] for _ in range(4)]
+        assert kept() == [f"key_{key[4:12]}", *made[-3:], *good]
+        full = here.ask("POST", "/v1/keys", key, json={"name": "one too many"})
+        assert full.status_code == 400 and "the project has 5 keys" in full.json()["detail"]
+        assert len(here.ask("GET", "/v1/keys", other).json()["data"]) == 1
 
 
 # -- and it costs little ----------------------------------------------------------------------------------------------

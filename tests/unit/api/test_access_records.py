@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_of_lines_the_last_one_is_kept() -> None:
 def test_a_project_has_as_much_as_it_may_have(served: Served) -> None:
     operator = served.key(scopes=["node"])
     project = served.ask("POST", "/v1/projects", operator, json={"name": "bounded"}).json()["id"]
-    key, body = served.key(project, scopes=["sandboxes", "read"]), {"template": "base", "memory_mib": 256}
+    key = served.key(project, scopes=["sandboxes", "read"])
     quotas = served.context.engine.quotas
     served.ask(
         "PATCH", "/v1/projects/bounded", operator, json={"quotas": {"memory_mib": 512, "sandboxes": 3}}
@@ -229,11 +230,40 @@ def test_a_project_has_as_much_as_it_may_have(served: Served) -> None:
             served.on_loop(quotas.check_room, Share(project, 1, 256, 100))
         assert caught.value.details == {"quota": "memory_mib", "limit": 512, "used": 512}  # type: ignore[attr-defined]
     assert served.on_loop(quotas.used, project)["sandboxes"] == 2  # kept: whoever charged it has made it
-    served.ask("PATCH", "/v1/projects/bounded", operator, json={"quotas": {"memory_mib": None, "vcpus": 0}})
-    said = served.ask("POST", "/v1/sandboxes", key, json=body)
-    assert said.status_code in (429, 503), said.text  # 503: this host of the test has no VMM
     for bad in ({"cpus": 1}, {"vcpus": -1}, {"vcpus": "2"}, {"vcpus": True}):
         assert served.ask("PATCH", "/v1/projects/bounded", operator, json={"quotas": bad}).status_code == 400
+
+
+def test_a_create_is_refused_by_the_quota_it_would_pass(tmp_path: Path) -> None:
+    """With the host's own VMM, so that it is the quota that refuses; nothing is made."""
+    if shutil.which("qemu-system-x86_64") is None:
+        pytest.skip("there is no VMM on this host")
+    with serving(tmp_path, QEMU="qemu-system-x86_64") as here:
+        operator, project = here.key(scopes=["node"]), here.project("refused")
+        key, ident = here.key(project), "sbx_" + "q" * 20
+        here.sandbox(ident, project)
+        body = {"template": "base", "vcpus": 1, "memory_mib": 256, "disk_mib": 1024}
+        used = {"sandboxes": 1, "vcpus": 1, "memory_mib": 256, "disk_mib": 5 * 1024}
+        wanted = {"sandboxes": 1, "vcpus": 1, "memory_mib": 256, "disk_mib": 1024}
+
+        def create() -> httpx.Response:
+            return here.ask("POST", "/v1/sandboxes", key, json=body)
+
+        for quota, more in wanted.items():
+            limit = used[quota] + more - 1  # one less than it would take
+            only = {**dict.fromkeys(wanted), quota: limit}
+            here.ask("PATCH", f"/v1/projects/{project}", operator, json={"quotas": only})
+            said = create()
+            assert (said.status_code, said.json()["code"]) == (429, "quota"), said.text
+            assert said.json()["details"] == {"quota": quota, "limit": limit, "used": used[quota]}
+        only = {**dict.fromkeys(wanted), "creates_per_s": 0.01}
+        here.ask("PATCH", f"/v1/projects/{project}", operator, json={"quotas": only})
+        here.on_loop(here.context.engine.quotas.check_rate, project)  # the one that there was
+        said = create()
+        assert said.status_code == 429 and said.json()["details"]["quota"] == "creates_per_s", said.text
+        assert 90 <= int(said.headers["retry-after"]) <= 100
+        assert [row["id"] for row in here.ask("GET", "/v1/sandboxes", key).json()["data"]] == [ident]
+        assert here.ask("GET", "/v1/whoami", key).json()["used"]["vcpus"] == 1
 
 
 def test_what_is_paused_takes_disk_alone_and_what_ended_takes_nothing(served: Served) -> None:
@@ -301,7 +331,7 @@ def test_registration_is_off_unless_it_is_on(tmp_path: Path) -> None:
 # -- keys are nowhere -------------------------------------------------------------------------------------------------
 
 
-def test_no_key_invite_or_token_is_in_log_audit_or_store(tmp_path: Path) -> None:
+def test_no_key_or_invite_is_in_log_audit_or_store(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file, serving(tmp_path / "served", REGISTRATION="1") as here:
         from llm4agents.api.server import configure_logs

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,6 +178,51 @@ def test_what_another_project_has_is_as_what_never_was(served: Served) -> None:
     asked = served.ask("GET", f"/v1/sandboxes/{MINE}/ports/80/", headers={"x-request-id": "a-port"})
     assert asked.status_code == 401
     assert [row["action"] for row in served.audit(request="a-port")] == ["GET a port"]
+
+
+def test_what_another_project_has_is_not_reached_through_ones_own(served: Served) -> None:
+    ours, theirs = served.project("reaches"), served.project("reached")
+    mine, their = ("sbx_" + letter * 20 for letter in "xy")
+    served.sandbox(mine, ours, "paused")
+    served.sandbox(their, theirs)
+    volume = "vol_" + "c" * 20
+    row = VolumeRow(volume, theirs, "theirs", "volume", 1, 0.0, None, "ready")
+    served.on_loop(volumes.add, served.context.engine.store, row, most=9, most_bytes=None)
+    key = served.key(ours, scopes=[scope for scope in SCOPES if scope != "node"])
+    owner = served.key(theirs, scopes=[scope for scope in SCOPES if scope != "node"])
+    wish = {"command": "true", "at": time.time() + 3_600}
+    made = served.ask("POST", f"/v1/sandboxes/{their}/jobs", owner, json=wish)
+    assert made.status_code == 201, made.text
+    job, owner_id, here = made.json()["id"], f"key_{owner[4:12]}", f"/v1/sandboxes/{mine}"
+    mount = {"path": "/data", "mode": "ro"}
+    asked: list[tuple[str, str, dict[str, Any] | None, str]] = [
+        ("POST", f"{here}/volumes", {**mount, "volume": volume}, volume),
+        ("POST", f"{here}/volumes", {**mount, "volume": "theirs"}, "theirs"),
+        ("POST", f"{here}/volumes/detach", {"volume": volume}, volume),
+        ("POST", f"{here}/volumes/detach", {"volume": "theirs"}, "theirs"),
+        ("GET", f"{here}/jobs/{job}", None, job),
+        ("DELETE", f"{here}/jobs/{job}", None, job),
+        ("POST", f"{here}/jobs/{job}/run", None, job),
+        ("GET", f"{here}/jobs/{job}/runs", None, job),
+        ("GET", f"{here}/jobs/{job}/output", None, job),
+        ("GET", f"/v1/keys/{owner_id}", None, owner_id),
+        ("DELETE", f"/v1/keys/{owner_id}", None, owner_id),
+    ]
+    for method, path, body, theirs_id in asked:
+        never = theirs_id[:4] + "z" * (len(theirs_id) - 4)
+
+        def instead(text: str, name: str = theirs_id, other: str = never) -> str:
+            return text.replace(name, other)
+
+        said = served.ask(method, path, key, **({} if body is None else {"json": body}))
+        other = None if body is None else json.loads(instead(json.dumps(body)))
+        none = served.ask(method, instead(path), key, **({} if other is None else {"json": other}))
+        assert said.status_code == none.status_code == 404, (method, path, said.text, none.text)
+        assert instead(said.text) == none.text
+    assert served.ask("GET", f"/v1/sandboxes/{their}/jobs/{job}", owner).json()["state"] == "waiting"
+    rows = served.ask("GET", f"/v1/audit?actor={owner_id}", owner).json()["data"]
+    assert [row["action"] for row in rows] == ["POST /v1/sandboxes/{sandbox}/jobs"]
+    assert served.ask("GET", f"/v1/audit?actor={owner_id}", key).json()["data"] == []
 
 
 def test_a_volume_is_attached_by_who_may_have_volumes(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -54,6 +55,35 @@ TOKEN = SIGNER.token(ID, 3).encode()
 )
 def test_who_gets_in(who: Principal, found: Owned, offers: Offered, how: Admitted) -> None:
     assert admission.judge(HOST, found, who, offers, SIGNER, NOW) == how
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (Offered(tokens=(TOKEN,)), Offered(tokens=(b"l4at_no",))),
+        (Offered(signed=url()), Offered(signed=Stamp(1_000_100, b"no"))),
+        (Offered(cookies=(cookie(),)), Offered(cookies=(Stamp(1_000_100, b"no"),))),
+    ],
+    ids=["token", "url", "cookie"],
+)
+def test_what_opens_a_port_is_compared_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch, good: Offered, bad: Offered, said: bool
+) -> None:
+    """Whether it is right is what `hmac.compare_digest` says, and no other comparison."""
+    asked = []
+    monkeypatch.setattr(admission.hmac, "compare_digest", lambda right, given: asked.append(right) or said)
+    for offers in (good, bad):
+        asked.clear()
+        if said:
+            admission.judge(HOST, PRIVATE, NOBODY, offers, SIGNER, NOW)
+        else:
+            with pytest.raises(ForbiddenError):
+                admission.judge(HOST, PRIVATE, NOBODY, offers, SIGNER, NOW)
+        assert len(asked) == 1
+        with contextlib.suppress(LLM4AgentsError):
+            admission.judge(HOST, None, NOBODY, offers, SIGNER, NOW)
+        assert len(asked) == 2, "of a sandbox that is none it is compared, too"
 
 
 BAD: list[Offered] = [

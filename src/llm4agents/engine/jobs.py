@@ -159,10 +159,15 @@ class Jobs:
         return self._carried.get(job, found)
 
     def find(
-        self, sandbox: str | None, states: tuple[str, ...], limit: int, project: str | None = None
+        self,
+        sandbox: str | None,
+        states: tuple[str, ...],
+        limit: int,
+        project: str | None = None,
+        after: str | None = None,
     ) -> list[JobRow]:
-        """Newest first; of a sandbox, of a project's, or all."""
-        return self._store.find(sandbox=sandbox, states=states, limit=limit, project=project)
+        """Newest first, those older than the job `after`; of a sandbox, of a project's, or all."""
+        return self._store.find(sandbox=sandbox, states=states, limit=limit, project=project, after=after)
 
     def runs(self, job: JobRow, limit: int) -> list[RunRow]:
         """Newest first; limits.JOB_RUNS_KEPT are kept."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, or_, select, update
 
 from llm4agents.errors import ConflictError
 from llm4agents.store.schema import job_runs, jobs, sandboxes
@@ -82,9 +82,15 @@ class JobStore:
         states: tuple[str, ...] = (),
         limit: int = 1000,
         project: str | None = None,
+        after: str | None = None,
     ) -> list[JobRow]:
-        """Newest first."""
-        query = select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id).limit(limit)
+        """Newest first; those older than the job `after`."""
+        query = select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
+        if after is not None:
+            edge = select(jobs.c.created_at).where(jobs.c.id == after).scalar_subquery()
+            query = query.where(
+                or_(jobs.c.created_at < edge, and_(jobs.c.created_at == edge, jobs.c.id < after))
+            )
         if sandbox is not None:
             query = query.where(jobs.c.sandbox == sandbox)
         if project is not None:

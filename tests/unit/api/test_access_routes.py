@@ -278,6 +278,33 @@ def test_lists_are_of_ones_own(served: Served) -> None:
     assert str(served.context.settings.state) not in json.dumps(server)
 
 
+def test_jobs_of_a_project_are_had_page_by_page(served: Served) -> None:
+    project, other = served.project("paged"), served.project("beside")
+    key, theirs = served.key(project), served.key(other)
+    at, made = time.time() + 3_600, []
+    boxes = ["sbx_" + letter * 20 for letter in "efg"]
+    for box in boxes:
+        served.sandbox(box, other if box == boxes[2] else project)
+    for box in (*boxes, *boxes):
+        owner = theirs if box == boxes[2] else key
+        said = served.ask("POST", f"/v1/sandboxes/{box}/jobs", owner, json={"command": "true", "at": at})
+        made.append((box, said.json()["id"]))
+    mine = [job for box, job in reversed(made) if box != boxes[2]]
+    seen, after = [], None
+    while True:
+        where = "" if after is None else f"&after={after}"
+        page = served.ask("GET", f"/v1/jobs?limit=3{where}", key).json()
+        seen += [job["id"] for job in page["data"]]
+        after = page["next"]
+        if after is None:
+            break
+        assert len(page["data"]) == 3
+    assert seen == mine
+    assert served.ask("GET", "/v1/jobs?limit=4", key).json()["next"] is None
+    every = served.ask("GET", "/v1/jobs?limit=1", served.key(scopes=["node"])).json()
+    assert [job["id"] for job in every["data"]] == [made[-1][1]] and every["next"] == made[-1][1]
+
+
 def test_a_project_s_secrets_are_its_own(served: Served) -> None:
     one, other = served.key(served.project("with secrets")), served.key(served.project("without"))
     assert served.ask("PUT", "/v1/secrets/TOKEN", one, json={"value": "canary-of-one"}).status_code == 200

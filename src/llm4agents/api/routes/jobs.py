@@ -90,10 +90,16 @@ async def of_sandbox(
 
 
 @router.get("/jobs")
-async def of_node(request: Request, state: str | None = None, limit: Limit = 100) -> Response:
-    here = context.of(request)
-    found = here.engine.jobs.find(None, _states(state), limit, context.principal(request).visible)
-    return Json({"data": [_describe(here, job) for job in found]})
+async def of_node(
+    request: Request,
+    state: str | None = None,
+    limit: Limit = 100,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> Response:
+    here, visible = context.of(request), context.principal(request).visible
+    found = here.engine.jobs.find(None, _states(state), limit + 1, visible, after)
+    following = found[limit - 1].id if len(found) > limit else None
+    return Json({"data": [_describe(here, job) for job in found[:limit]], "next": following})
 
 
 @router.get("/sandboxes/{sandbox}/jobs/{job}")

@@ -64,6 +64,10 @@ class JobList(Answer):
     data: list[Job]
 
 
+class JobPage(JobList):
+    next: str | None = Field(description="`after` of the next page; null: this is the last.")
+
+
 class RunList(Answer):
     data: list[Run]
 
@@ -141,9 +145,10 @@ OPERATIONS: Final[Operations] = {
         "jobs_list_all",
         "Jobs",
         "List the project's jobs",
-        (JobList,),
-        parameters={"state": _STATE},
-        example={"data": [JOB]},
+        (JobPage,),
+        words="The newest first.",
+        parameters={"state": _STATE, "after": "`next` of the page before."},
+        example={"data": [JOB], "next": None},
     ),
     ("GET", _J): Operation(
         "jobs_get",

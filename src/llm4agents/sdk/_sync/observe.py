@@ -78,8 +78,15 @@ class Observer:
 
     def jobs(self, state: str | None = None) -> list[dict[str, Any]]:
         """Jobs of every sandbox, newest first."""
-        params = {"state": state, "limit": 1000}
-        return list((self._transport.json("GET", "/v1/jobs", params=params)).get("data") or ())
+        found: list[dict[str, Any]] = []
+        after: str | None = None
+        while True:
+            params = {"state": state, "limit": 1000, "after": after}
+            page = self._transport.json("GET", "/v1/jobs", params=params)
+            found += page.get("data") or ()
+            after = page.get("next")
+            if not after:
+                return found
 
     def network(self, sandbox: str) -> Network:
         """The network of a sandbox, also of one that has ended: its audit and what was captured are kept."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -172,3 +173,22 @@ def run(test: Callable[[Proxied], Coroutine[Any, Any, None]], via: Via = "unix")
             await test(bench)
 
     asyncio.run(whole())
+
+
+@contextlib.asynccontextmanager
+async def stalls() -> AsyncIterator[list[float]]:
+    """The longest that the event loop was at one thing, in seconds of a processor: `[0]` of what it gives."""
+    worst = [0.0]
+
+    async def look() -> None:
+        at = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            before, at = at, time.thread_time()
+            worst[0] = max(worst[0], at - before)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield worst
+    finally:
+        looking.cancel()

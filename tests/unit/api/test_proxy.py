@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
+from tests.unit.api.proxied import HOST_ID, ID, Proxied, run, stalls
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -206,6 +206,25 @@ def test_events_come_as_they_are_sent() -> None:
             for name in (b"one", b"two"):
                 assert await anext(events) == b"data: %b\n\n" % name
                 more.set()
+
+    run(test)
+
+
+def test_an_answer_in_tiny_pieces_holds_up_nobody_else() -> None:
+    async def test(bench: Proxied) -> None:
+        count = 100_000
+
+        async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"1\r\nx\r\n" * count + b"0\r\n\r\n")
+            await writer.drain()
+
+        port = await bench.listen(handler)
+        async with stalls() as worst:
+            answer = await bench.http.get(bench.path(port))
+        assert answer.content == b"x" * count
+        assert worst[0] < 0.1
 
     run(test)
 

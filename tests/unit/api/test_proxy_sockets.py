@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.http11 import Headers
 
 from llm4agents.errors import SandboxDiedError
-from tests.unit.api.proxied import HOST_ID, ID, Proxied, run
+from tests.unit.api.proxied import HOST_ID, ID, Proxied, run, stalls
 
 
 async def _websocket_server(bench: Proxied, handler: Any, **options: Any) -> int:
@@ -135,6 +135,39 @@ def test_a_guest_that_breaks_off_or_sends_too_much(monkeypatch: pytest.MonkeyPat
                 with pytest.raises(ConnectionClosedError):
                     await connection.recv()
                 assert connection.close_code == code
+
+    run(test)
+
+
+def test_a_guests_tiny_frames_hold_up_nobody_and_pieces_are_bounded() -> None:
+    async def test(bench: Proxied) -> None:
+        async def handler(connection: ServerConnection) -> None:
+            asked = await connection.recv()
+            with contextlib.suppress(ConnectionClosed):
+                if asked == "many":
+                    connection.transport.write(b"\x82\0" * 60_000)
+                else:  # a message of nothing, in pieces, that never ends
+                    connection.transport.write(b"\x02\0" + b"\0\0" * 40_000)
+                await connection.recv()
+
+        port = await _websocket_server(bench, handler)
+        reader, writer = await bench.raw()  # a client of the library's would be busy itself
+        writer.write(
+            b"GET %b HTTP/1.1\r\nhost: public.example\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+            b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            % bench.path(port).encode()
+        )
+        await reader.readuntil(b"\r\n\r\n")
+        async with stalls() as worst:
+            writer.write(b"\x81\x84\0\0\0\0many")
+            await reader.readexactly(120_000)
+        writer.close()
+        assert worst[0] < 0.1
+        async with _connect(bench, port) as connection:
+            await connection.send("pieces")
+            with pytest.raises(ConnectionClosedError):
+                await asyncio.wait_for(connection.recv(), 10)
+            assert connection.close_code == 1009
 
     run(test)
 

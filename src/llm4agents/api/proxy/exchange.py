@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import h11
@@ -191,8 +192,12 @@ class Exchange:
         """What has come of the answer's body, joined but never waited for; and whether that was all."""
         pieces: list[Any] = []
         event = await connection.receive()
+        until = time.monotonic() + limits.LISTEN_SLICE_S
         while isinstance(event, h11.Data):
             pieces.append(event.data)
+            if time.monotonic() > until:  # tiny chunks by the ten thousand: everybody else has a turn
+                await asyncio.sleep(limits.LISTEN_SLICE_S)
+                return b"".join(pieces), False
             event = connection.at_hand()
         return b"".join(pieces), isinstance(event, h11.EndOfMessage)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -26,6 +27,7 @@ from llm4agents.engine.dialing import Dialer, GuestSocket
 from llm4agents.errors import GuestError, LLM4AgentsError, PortError
 
 BAD_GATEWAY, TOO_BIG, GOING_AWAY, NO_STATUS = 1014, 1009, 1001, 1005
+_PIECE = 1_024
 CLOSE_S = 2.0
 """How long the guest has to answer a close."""
 _QUIET = logging.getLogger("llm4agents.proxy.websocket")
@@ -76,6 +78,8 @@ class _Link:
     def __init__(self, protocol: ClientProtocol, socket: GuestSocket, port: int) -> None:
         self._protocol, self._socket, self._port = protocol, socket, port
         self._writing = asyncio.Lock()
+        self._read = memoryview(b"")
+        """Bytes that wait for their turn."""
         self._parts: list[bytes] = []
         self._text = False
 
@@ -88,9 +92,12 @@ class _Link:
                     await self._socket.close_write()
 
     async def _events(self) -> list[Any]:
-        """What the next bytes of the guest come to."""
-        if data := await self._socket.read():
-            self._protocol.receive_data(data)
+        """What the next bytes of the guest come to; of many bytes a few, since each two can be a message."""
+        if not self._read:
+            self._read = memoryview(await self._socket.read())
+        if self._read:
+            piece, self._read = self._read[:_PIECE], self._read[_PIECE:]
+            self._protocol.receive_data(bytes(piece))
         else:
             self._protocol.receive_eof()
         return self._protocol.events_received()
@@ -137,7 +144,7 @@ class _Link:
         if self._protocol.close_sent is not None and self._protocol.close_sent.code == TOO_BIG:
             return (
                 TOO_BIG,
-                f"a message of the guest is larger than {limits.WEBSOCKET_MESSAGE_BYTES_MAX} bytes",
+                f"a message of the guest has more than {limits.WEBSOCKET_MESSAGE_BYTES_MAX} bytes, or too many frames",
             )
         return BAD_GATEWAY, "the guest's connection broke off"
 
@@ -162,11 +169,20 @@ class _Link:
                 await self._flush()
 
     async def _from_guest(self, send: Send) -> None:
+        began = time.monotonic()
         while self._protocol.state is not State.CLOSED:
+            if time.monotonic() - began > limits.LISTEN_SLICE_S:
+                await asyncio.sleep(limits.LISTEN_SLICE_S if self._read else 0)
+                began = time.monotonic()
             events = await self._events()
             for event in events:
                 if isinstance(event, Frame) and (message := self._joined(event)) is not None:
                     await send(message)
+            if len(self._parts) > limits.WEBSOCKET_FRAMES_MAX:
+                self._protocol.fail(TOO_BIG, "too many frames in a message")
+                self._parts = []
+                await self._flush()
+                return
             await self._flush()
             if self._protocol.close_rcvd is not None or self._protocol.parser_exc is not None:
                 return

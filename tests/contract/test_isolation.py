@@ -18,7 +18,7 @@ import pytest
 
 from llm4agents import limits
 from llm4agents.errors import ConflictError
-from llm4agents.images import layers
+from llm4agents.images import disk
 from llm4agents.vmm import given
 from llm4agents.vmm.base import Disk, MachineRecord
 from llm4agents.vmm.jail import cgroups, isolation, promises
@@ -136,7 +136,7 @@ def test_files_of_its_acts_are_its_own_and_others_are_found(frozen: Frozen) -> N
         assert told(isolation.report(machine.record)) == []
         if not frozen.raw:
             top = lab.home / "top"
-            layers.new_overlay(frozen.home / "empty.qcow2", top)
+            disk.clone_overlay(frozen.home / "empty.qcow2", top)
             under = (old.rename(lab.home / "layer"), frozen.home / "upper.raw")
             await machine.switch_disk("upper", Disk("upper", top, "qcow2", False, backing=under))
             assert told(isolation.report(machine.record)) == []

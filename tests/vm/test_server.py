@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,14 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
     node.call("POST", f"/v1/sandboxes/{sandbox}/pause", json={})
     running = node.create(**SMALL)
     volume = node.call("POST", "/v1/volumes", json={"name": "data", "size_mib": 16})["id"]
+    project = node.call("POST", "/v1/projects", json={"name": "kept", "quotas": {"sandboxes": 7}})["id"]
+    wish = {"command": "true", "at": time.time() + 86_400}
+    job = node.call("POST", f"/v1/sandboxes/{sandbox}/jobs", json=wish)["id"]
+    # The file system of a volume is no matter: bytes that only its own disk can have.
+    with (node.state / "volumes" / f"{volume}.raw").open("r+b") as disk:
+        disk.seek(9 << 20)
+        disk.write(b"kept in a volume")
+    audited = node.call("GET", "/v1/audit?limit=1000")["data"]
     file = tmp_path / "all.tar"
     done = cli(node, "server", "backup", str(file), "--with-disks", "--json")
     assert done.returncode == 0, done.stderr
@@ -160,7 +169,13 @@ def test_a_restart_as_systemd_does_it_and_a_backup(nodes: Callable[..., Node], t
     assert "backup" in restored.get(running)["reason"]
     assert restored.get(sandbox)["state"] == "paused"
     assert [row["id"] for row in restored.call("GET", "/v1/volumes")["data"]] == [volume]
-    assert (restored.state / "volumes" / f"{volume}.raw").stat().st_size >= 16 << 20
+    with (restored.state / "volumes" / f"{volume}.raw").open("rb") as disk:
+        disk.seek(9 << 20)
+        assert disk.read(16) == b"kept in a volume" and disk.seek(0, os.SEEK_END) >= 16 << 20
+    kept = restored.call("GET", f"/v1/projects/{project}")
+    assert (kept["name"], kept["quotas"]) == ("kept", {"sandboxes": 7})
+    assert restored.call("GET", f"/v1/sandboxes/{sandbox}/jobs/{job}")["state"] == "waiting"
+    assert audited and audited[-1] in restored.call("GET", "/v1/audit?limit=1000")["data"]
     assert remote.exec(sandbox, "cat kept; pgrep -c sleep") == "kept\n1\n"  # its memory too
     remote.http.close()
     restored.call("DELETE", f"/v1/sandboxes/{sandbox}")

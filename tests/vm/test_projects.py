@@ -116,6 +116,13 @@ def test_two_projects_on_one_server(team: Team) -> None:
         assert full.value.details["quota"] == "sandboxes"
         with pytest.raises(QuotaError):
             box.fork()
+        team.cli("project", "set", "ours", "--quota", "sandboxes=none", "--quota", "creates_per_s=0.01")
+        for clone in box.fork():  # one may be made at once
+            clone.kill()
+        with pytest.raises(QuotaError) as full:
+            box.fork()
+        assert full.value.details["quota"] == "creates_per_s"
+        team.cli("project", "set", "ours", "--quota", "sandboxes=1", "--quota", "creates_per_s=none")
 
         # A template that is made of it is the project's alone.
         made = box.snapshot(MINE)

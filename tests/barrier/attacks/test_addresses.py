@@ -21,7 +21,6 @@ from tests.barrier.attacks.kit import (
 )
 from tests.barrier.origins import HOST_PORT
 from tests.barrier.world import HOST, HOST6
-from tests.support import eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -80,7 +79,9 @@ def test_names_that_are_addresses(case: Case, spelling: str) -> None:
             raw = f"GET / HTTP/1.1\r\nHost: {literal}\r\n\r\n".encode()
             answer = case.guest.run(raw_http, raw, host=address)
             assert answer["statuses"] in ([], [403], [502]), answer
+        assert case.guest.run(resolve, "api.example.com")["addresses"], "a name that is one has an address"
     case.nothing_arrived(resolving=(literal, literal.rstrip(".")))
+    case.denied(name=lambda name: name in (literal, literal.rstrip(".")))
     case.guest.network([f"allow {METADATA}"])
     assert case.guest.run(fetch, f"http://{METADATA}/")["status"] == 200
 
@@ -91,11 +92,20 @@ def test_names_that_are_addresses(case: Case, spelling: str) -> None:
 def test_local_names(case: Case, name: str) -> None:
     for network in ("public", ["allow *"], [f"allow {name}:{HOST_PORT}", f"allow {name}"]):
         case.guest.network(network)
-        for address in case.guest.run(resolve, name)["addresses"]:
+        addresses = case.guest.run(resolve, name)["addresses"]
+        assert addresses, (
+            "a name that is allowed has an address, and where it leads is found out when it is dialled"
+        )
+        for address in addresses:
             raw = f"GET / HTTP/1.1\r\nHost: {name}\r\n\r\n".encode()
             assert case.guest.run(raw_http, raw, host=address)["statuses"] in ([], [403], [502])
             assert case.guest.run(tcp, address, HOST_PORT, b"\0", limit=10)["outcome"] != "answered"
+        # As denied where it has an address, else as what does not resolve.
+        told = case.guest.audit(case.at, kind="connection", name=name, port=80)
+        assert told["verdict"] == "deny" or "knows no address" in told["reason"], told
     case.nothing_arrived(resolving=(name,))
+    case.guest.network(["allow api.example.com"])
+    assert case.guest.run(fetch, "http://api.example.com/")["status"] == 200
 
 
 @pytest.mark.parametrize(
@@ -139,6 +149,8 @@ def test_a_rule_for_a_wider_net_names_the_class(case: Case) -> None:
     assert case.guest.run(tcp, "10.0.0.5", 22, limit=9)["outcome"] != "answered"
     assert case.guest.run(tcp, METADATA, 22, limit=9)["outcome"] != "answered"
     case.nothing_arrived()
+    case.denied(kind="connection", address="10.0.0.5", port=22)
+    case.denied(kind="connection", address=METADATA, port=22)
     assert case.guest.run(tcp, PUBLIC, 22, limit=9)["outcome"] == "answered"
     case.guest.network(["allow tcp 10.0.0.0/24:22"])
     assert case.guest.run(tcp, "10.0.0.5", 22, limit=9)["outcome"] == "answered"
@@ -209,6 +221,7 @@ def test_connections_to_the_gateways_port_do_not_loop(case: Case) -> None:
         answer = case.guest.run(tcp, GATEWAY, 9000, b"x", limit=20, timeout=5)
         assert answer["outcome"] in ("refused", "reset", "closed"), answer
     case.nothing_arrived()
+    case.denied(kind="connection", address=GATEWAY, port=9000)
 
 
 def listen(port: int) -> None:
@@ -241,6 +254,9 @@ def test_another_sandbox(case: Case) -> None:
                 "closed",
             )
         case.nothing_arrived()
+        case.denied(kind="connection", address=GATEWAY, port=8_000)
+        case.denied(kind="packet", rule="link: arp")
+        case.denied(kind="connection", name="api.example.com", protocol="http")
         # Each has its own record and its own policy.
         assert not [one for one in case.guest.records(case.at) if one["sandbox"] == other.id]
         assert other.run(fetch, "http://other.example.com/")["status"] == 200
@@ -274,6 +290,7 @@ def test_addresses_of_six(case: Case, address: str) -> None:
             assert case.guest.run(six, address, port)["data"] == b"", network
     case.nothing_arrived()
     if "." in address:
+        case.denied(kind="connection", address=address.removeprefix("::ffff:"), port=80)
         case.guest.network([f"allow tcp {address.removeprefix('::ffff:')}:22"])
         assert case.guest.run(six, address, 22)["data"].startswith(b"lab ready")
     elif not address.startswith("fe80"):
@@ -287,4 +304,4 @@ def test_every_port_of_a_denied_host_is_answered_at_once(case: Case) -> None:
     found: dict[str, Any] = case.guest.run(tcp, PUBLIC, 22)
     assert found["outcome"] in ("refused", "reset") and found["seconds"] < 2, found
     case.nothing_arrived()
-    eventually(lambda: case.guest.records(case.at))
+    case.denied(kind="connection", address=PUBLIC, port=22)

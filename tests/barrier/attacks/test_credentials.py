@@ -270,23 +270,40 @@ def test_a_redirect_that_gives_it_back(case: Case) -> None:
 
 def test_an_upstream_without_a_certificate_gets_nothing(case: Case) -> None:
     name = "untrusted.example.com"
-    network = bound({**BEARER, "host": name}, rules=(f"allow {name}",))
+    network = bound({**BEARER, "host": name}, BEARER, rules=(f"allow {name}",))
     case.guest.network(network)
     answer = case.guest.run(fetch, f"https://{name}/echo", verify=False)
     assert answer["status"] in (0, 502) and carried(case) == []
     assert not [one for one in case.lab.arrived(case.mark) if one.method]
+    told = case.guest.audit(case.at, kind="request", name=name, status=502)
+    assert "certificate" in told["reason"], told
+    used(case)
 
 
 def test_a_name_that_leads_elsewhere_gets_nothing(case: Case) -> None:
     """The host's resolver is lied to: the address is judged, and the certificate is not the bound name's."""
+    names = ("stolen.evil.example.net", "inside.evil.example.net")
+    case.lab.names[names[1]] = ["169.254.169.254"]
     case.guest.network(
-        bound({**BEARER, "host": "stolen.evil.example.net"}, rules=("allow stolen.evil.example.net",))
+        bound(
+            *({**BEARER, "host": name} for name in names),
+            BEARER,
+            rules=tuple(f"allow {name}" for name in names),
+        )
     )
-    answer = case.guest.run(fetch, "https://stolen.evil.example.net/echo", verify=False)
-    assert answer["status"] in (0, 502) and carried(case) == []
-    case.lab.names["stolen.evil.example.net"] = ["169.254.169.254"]
-    answer = case.guest.run(fetch, "https://stolen.evil.example.net/echo", verify=False)
-    assert answer["status"] in (0, 403, 502) and carried(case) == []
+    for name, statuses in zip(names, ((0, 502), (0, 403, 502)), strict=True):
+        answer = case.guest.run(fetch, f"https://{name}/echo", verify=False)
+        assert answer["status"] in statuses and carried(case) == []
+    told = case.guest.audit(case.at, kind="request", name=names[0], status=502)
+    assert "certificate" in told["reason"], told
+    case.denied(kind="request", name=names[1], reason=lambda reason: "metadata" in reason)
+    used(case)
+
+
+def used(case: Case) -> None:
+    """The control: the same secret, bound in the same way in the same network, is put in where it may be."""
+    assert case.guest.run(fetch, f"https://{NAME}/echo")["status"] == 200
+    assert [one.address for one in carried(case)] == ["93.184.216.34"]
 
 
 def test_it_is_nowhere_to_be_read(case: Case) -> None:

@@ -336,6 +336,8 @@ def test_fragments(case: Case) -> None:
     ]  # fmt: skip
     assert case.guest.run(send_many, frames) > 500
     case.nothing_arrived()
+    # Those that make up a whole packet; what is never whole is none to judge, and ends in the namespace.
+    case.denied(kind="packet", rule="link: denied", protocol="udp", address=PUBLIC, port=9_999)
     case.lab.send_frame(frame(ip4(PUBLIC, 17, b"x" * 8, flags=1, offset=8, source="198.51.100.2")))
     case.lab.settle()
     assert [one for one in case.lab.left(case.mark) if one.destination == PUBLIC]
@@ -362,6 +364,7 @@ def test_source_routing_and_options(case: Case) -> None:
     ]
     assert case.guest.run(send_many, frames) == len(frames)
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: denied", protocol="icmp", address=PUBLIC)
     packet = ip4("10.0.0.5", 17, udp_packet("10.0.0.5", 53, b"x"), options=route(131, "10.0.0.9"))
     case.lab.send_frame(frame(packet))
     case.lab.settle()
@@ -406,6 +409,9 @@ def test_tcp_without_a_handshake(case: Case) -> None:
     bad[-3] ^= 0xFF  # a checksum that is wrong
     case.guest.run(send, frame(bytes(bad)))
     case.nothing_arrived()
+    case.lab.send_frame(frame(ip4(PUBLIC, 6, tcp_segment(PUBLIC, 80, flags=0x18, data=b"exfiltrated"))))
+    case.lab.settle()
+    assert [one for one in case.lab.left(case.mark) if one.payload == b"exfiltrated"]
     still_served(case)
 
 
@@ -426,6 +432,12 @@ def test_data_in_the_syn(case: Case) -> None:
     assert not case.guest.run(fast_open, PUBLIC).startswith(b"HTTP/1.1 200")
     case.guest.run(send, frame(ip4(PUBLIC, 6, tcp_segment(PUBLIC, 80, data=b"exfiltrated"))))
     case.nothing_arrived()
+    case.denied(kind="connection", address=PUBLIC, port=80)
+    case.guest.network([f"allow {PUBLIC}"])
+    raw = f"GET / HTTP/1.1\r\nHost: {PUBLIC}\r\n\r\n".encode()
+    assert case.guest.run(tcp, PUBLIC, 80, raw, until=b"hello", limit=4_096)["data"].startswith(
+        b"HTTP/1.1 200"
+    )
 
 
 def test_link_layer_protocols(case: Case) -> None:
@@ -479,6 +491,7 @@ def test_frames_of_odd_sizes(case: Case) -> None:
     frames.append(frame(long[:10] + checksum(long).to_bytes(2, "big") + long[12:]))
     assert case.guest.run(send_many, frames) > 20
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: ethernet")
     still_served(case)
 
 
@@ -501,6 +514,9 @@ def test_flood_of_half_open_connections(case: Case) -> None:
     assert case.guest.run(attack, (allowed, PUBLIC), 10_000) > 9_000
     still_served(case)
     assert not case.lab.arrived(case.mark, address=PUBLIC)
+    # What is no connection yet is none to judge, and is not in the record; one that is made is.
+    assert case.guest.run(tcp, PUBLIC, 80, b"x")["outcome"] != "answered"
+    case.denied(kind="connection", address=PUBLIC, port=80)
 
 
 def test_flood_of_packets(case: Case) -> None:
@@ -572,6 +588,8 @@ def test_a_guest_that_renumbers_itself(case: Case) -> None:
     finally:
         case.guest.run(change, GUEST, original)
     case.nothing_arrived()
+    case.denied(kind="packet", rule="link: mac")
+    case.denied(kind="packet", rule="link: arp")
     still_served(case)
 
 

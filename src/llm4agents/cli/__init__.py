@@ -19,8 +19,16 @@ def _name() -> str:
     return name if name in ("llm4agents", "l4a") else "llm4agents"
 
 
+def _open_closed() -> None:
+    """A stream that whoever started us has closed (`>&-`) is None: what goes there goes nowhere."""
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (until the end)
+
+
 def main() -> int:
     """Runs the command of `sys.argv`; what the console scripts call. Returns the exit code."""
+    _open_closed()
     if sys.argv[1:] in (["--version"], ["-V"]):
         from llm4agents import __version__
 

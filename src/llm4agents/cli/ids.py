@@ -12,6 +12,8 @@ def resolve(given: str) -> str:
     """The id that `given` means: whole, or a unique beginning (`sbx_` is optional). Live ones first."""
     if len(given) == ID_CHARS and given.startswith("sbx_"):
         return given
+    if not given.removeprefix("sbx_"):
+        raise InvalidRequestError(f"{given!r} is no sandbox's id", hint="is a variable of your shell empty?")
     from llm4agents import Sandbox
     from llm4agents.sdk._wire import unique_prefix
 

@@ -40,7 +40,7 @@ def moment(at: object) -> float:
 def first(at: float | None, every_s: float | None, now: float) -> float:
     """When a new job is due first: at `at` (now, if that has passed), else now. Raises InvalidRequestError."""
     if every_s is not None and not EVERY_S_MIN <= every_s <= EVERY_S_MAX:
-        raise InvalidRequestError(f"every_s={every_s:g}: {EVERY_S_MIN:g} to {EVERY_S_MAX:g} seconds")
+        raise InvalidRequestError(f"every_s={every_s:g}: {EVERY_S_MIN:.0f} to {EVERY_S_MAX:,.0f} seconds")
     if at is not None and at > now + AHEAD_S_MAX:
         raise InvalidRequestError(f"at={at:g} is more than five years ahead", hint="is it in milliseconds?")
     return now if at is None else max(at, now)

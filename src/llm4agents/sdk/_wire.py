@@ -404,7 +404,11 @@ def error_of(status: int, body: bytes, *, sandbox: str | None = None) -> LLM4Age
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        found = {"detail": f"HTTP {status}: {body[:200].decode('utf-8', 'replace').strip() or 'no body'}"}
+        words = " ".join(body[:200].decode("utf-8", "replace").split())
+        found = {
+            "detail": f"HTTP {status}: {words or 'no body'}",
+            "hint": "no server of ours says that: is LLM4AGENTS_URL right, or is it a proxy's answer?",
+        }
     elif "code" not in found and not isinstance(found.get("detail"), str):
         found = {"detail": f"HTTP {status}: {json.dumps(found.get('detail', found))[:500]}"}
     return named(from_wire(found, status), sandbox)
@@ -438,11 +442,13 @@ def release_of(version: str) -> tuple[tuple[int, ...], int]:
 
 
 def unique_prefix(prefix: str, ids: Iterable[str]) -> list[str]:
-    """The ids `prefix` may mean: itself when it is one, else all that begin with it (`sbx_` is optional)."""
+    """The ids `prefix` may mean: itself when it is one, else all that begin with it (`sbx_` is optional).
+    An empty one means none: it is a variable that was not set, not a wish to end the only sandbox there is."""
     known = list(ids)
     if prefix in known:
         return [prefix]
-    return [name for name in known if name.startswith((prefix, f"sbx_{prefix}"))]
+    bare = prefix.removeprefix("sbx_")
+    return [name for name in known if bare and name.removeprefix("sbx_").startswith(bare)]
 
 
 def local(file: Path) -> str:

@@ -193,10 +193,26 @@ def test_a_sandbox_from_create_to_kill(cli: Any, server: Any, tmp_path: Path) ->
 
 def test_kill_all_and_prefixes_that_mean_many(cli: Any, server: Any) -> None:
     ids = {cli("create").stdout.strip() for _ in range(2)}
-    many = cli("exec", "sbx_", "true")
+    many = cli("exec", "c", "true")
     assert many.returncode == 2
     assert "give more of the id" in many.stderr
     assert set(cli("kill", "--all").stdout.split()) == ids
+
+
+def test_an_empty_id_is_not_the_only_sandbox_there_is(cli: Any, server: Any) -> None:
+    id = cli("create").stdout.strip()
+    for empty in ("", "sbx_"):
+        done = cli("kill", empty)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "is no sandbox's id" in done.stderr
+    assert id in cli("ls").stdout
+
+
+def test_closed_streams_are_no_traceback(environment: dict[str, str], server: Any) -> None:
+    for streams in (">&-", "2>&-", "<&- >&- 2>&-"):
+        line = f'"{sys.executable}" -m llm4agents ls {streams}'
+        done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_lost_server_is_four(cli: Any, server: Any) -> None:

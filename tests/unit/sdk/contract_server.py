@@ -216,7 +216,7 @@ async def create(call: Call) -> None:
         raise errors.InvalidRequestError(f"unknown fields {sorted(unknown)}")
     if body["template"] not in ("python", "base"):
         raise errors.TemplateNotFoundError(f"no template {body['template']}")
-    id = "sbx_" + uuid.uuid4().hex[:20]
+    id = "sbx_c" + uuid.uuid4().hex[:19]
     made = {
         "id": id,
         "state": "running",

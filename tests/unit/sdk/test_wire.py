@@ -115,12 +115,19 @@ def test_versions_sort(older: str, newer: str) -> None:
     assert _wire.release_of(older) < _wire.release_of(newer)
 
 
+def test_an_answer_that_is_not_ours_is_one_line_and_says_where_to_look() -> None:
+    said = str(_wire.error_of(404, b"<!DOCTYPE HTML>\n<html>\n  Not here\n"))
+    assert said.startswith("HTTP 404: <!DOCTYPE HTML> <html> Not here (") and "LLM4AGENTS_URL" in said
+
+
 def test_prefixes_of_ids() -> None:
     ids = ["sbx_aab", "sbx_aac", "sbx_aa"]
     assert _wire.unique_prefix("sbx_aa", ids) == ["sbx_aa"]
     assert _wire.unique_prefix("aab", ids) == ["sbx_aab"]
     assert len(_wire.unique_prefix("a", ids)) == 3
     assert _wire.unique_prefix("x", ids) == []
+    assert _wire.unique_prefix("", ids[:1]) == _wire.unique_prefix("sbx_", ids[:1]) == []
+    assert _wire.unique_prefix("s", ids[:1]) == []
 
 
 @pytest.mark.parametrize("status", ["timed_out", "interrupted", "died"])

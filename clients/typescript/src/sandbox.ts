@@ -1,7 +1,7 @@
 /** A sandbox: a microVM of one's own on the server. */
 
 import { type CodeEvent, type CodeOptions, type CodeResult, type ExecOptions, type ExecResult, exec, runCode, streamCode } from "./commands.js";
-import { NotFoundError } from "./errors.js";
+import { InvalidRequestError, NotFoundError } from "./errors.js";
 import { Files } from "./files.js";
 import type { components } from "./openapi.js";
 import { type CallOptions, type ClientOptions, Transport, segment } from "./transport.js";
@@ -30,6 +30,12 @@ export interface CreateOptions extends ClientOptions, CallOptions {
   more?: Wish;
 }
 
+// A wish that is misspelt is refused, as the server does it: in JavaScript no type says so.
+const CREATE_OPTIONS: Record<keyof CreateOptions, true> = {
+  url: true, apiKey: true, fetch: true, signal: true, template: true, timeout: true, onTimeout: true, network: true, env: true,
+  metadata: true, vcpus: true, memoryMib: true, volumes: true, wait: true, more: true,
+};
+
 export interface ListOptions extends ClientOptions, CallOptions {
   state?: SandboxInfo["state"][];
   metadata?: Record<string, string>;
@@ -49,6 +55,8 @@ export class Sandbox implements AsyncDisposable {
 
   /** A running sandbox. It is created once, however often a connection breaks under the call. */
   static async create(options: CreateOptions = {}): Promise<Sandbox> {
+    const unknown = Object.keys(options).find((name) => !(name in CREATE_OPTIONS));
+    if (unknown) throw new InvalidRequestError(`create has no option ${unknown}`, "invalid_request", "not_started", 0, "what has no name of its own here goes into `more`");
     const transport = new Transport(options);
     const volumes = Object.entries(options.volumes ?? {}).map(([path, value]) =>
       typeof value === "string" ? { path, volume: value } : { path, ...value });

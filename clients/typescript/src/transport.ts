@@ -49,6 +49,9 @@ export class Transport {
     }
     this.url = url.replace(/\/+$/, "");
     this.#key = options.apiKey ?? env["LLM4AGENTS_API_KEY"];
+    if (this.#key && !/^[!-~]+$/.test(this.#key)) {
+      throw new InvalidRequestError("the API key has letters that no key has", "invalid_request", "not_started", 0, "is LLM4AGENTS_API_KEY whole, without quotes and blanks?");
+    }
     this.#fetch = options.fetch ?? fetch;
   }
 
@@ -146,19 +149,40 @@ async function problemOf(response: Response): Promise<Record<string, unknown>> {
   } catch {
     // Something that is not ours answered: a proxy.
   }
-  return { detail: `HTTP ${response.status}: ${text.slice(0, 200) || response.statusText}` };
+  return {
+    detail: `HTTP ${response.status}: ${text.slice(0, 200).split(/\s+/).join(" ").trim() || response.statusText}`,
+    hint: "no server of ours says that: is LLM4AGENTS_URL right, or is it a proxy's answer?",
+  };
 }
 
 function refused(error: unknown): boolean {
-  const code = (error as { cause?: { code?: string } }).cause?.code;
-  return code === "ECONNREFUSED" || code === "ENOTFOUND" || code === "EAI_AGAIN";
+  const code = codeOf(error);
+  return code === "ECONNREFUSED" || code === "ENOTFOUND" || code === "EAI_AGAIN" || code === NO_TLS || untrusted(code);
+}
+
+const NO_TLS = "ERR_SSL_WRONG_VERSION_NUMBER";
+
+function codeOf(error: unknown): string {
+  return (error as { cause?: { code?: string } }).cause?.code ?? "";
+}
+
+/** A certificate that is not believed: TLS came to nothing, so no request has been sent. */
+function untrusted(code: string): boolean {
+  return /CERT|_LEAF_SIGNATURE/.test(code);
+}
+
+function hintOf(url: string, code: string): string {
+  if (untrusted(code)) return "a CA of the server's own: start node with NODE_EXTRA_CA_CERTS=ca.pem (on the server: llm4agents server ca --pem)";
+  if (code === NO_TLS) return "what answers there has no TLS: is it http:// in LLM4AGENTS_URL?";
+  return `is LLM4AGENTS_URL right?${url.startsWith("http:") ? " If the server has TLS, it is https://…" : ""}`;
 }
 
 function unreachable(url: string, error: unknown, notStarted: boolean): LLM4AgentsError {
   const cause = (error as { cause?: Error }).cause;
-  const words = cause?.message || (cause as { code?: string } | undefined)?.code || String(error);
+  const code = codeOf(error);
+  const words = code === NO_TLS ? "wrong version number" : cause?.message || code || String(error);
   return notStarted
-    ? new ServerUnavailableError(`${url} does not answer: ${words}`, "server_unavailable", "not_started", 0, "is LLM4AGENTS_URL right?", {}, { cause: error })
+    ? new ServerUnavailableError(`${url} does not answer: ${words}`, "server_unavailable", "not_started", 0, hintOf(url, code), {}, { cause: error })
     : lost(error);
 }
 

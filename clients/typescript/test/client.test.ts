@@ -115,8 +115,12 @@ test("errors say what to do, and whether anything ran", async () => {
   await assert.rejects(Sandbox.connect("sbx_00000000000000000000"), NotFoundError);
   await assert.rejects(Sandbox.create({ template: "no-such" }), (error: unknown) => error instanceof NotFoundError && error.code === "template_not_found");
   await assert.rejects(Sandbox.create({ more: { nonsense: 1 } as never }), InvalidRequestError);
+  await assert.rejects(Sandbox.create({ memory_mib: 256 } as never), /create has no option memory_mib/);
   await assert.rejects(Sandbox.create({ apiKey: "l4a_wrong" }), AuthenticationError);
+  await assert.rejects(Sandbox.create({ apiKey: "l4a_ключ" }), InvalidRequestError);
   await assert.rejects(Sandbox.connect(box.id, { url: "http://127.0.0.1:9" }), ServerUnavailableError);
+  const plain = process.env["LLM4AGENTS_URL"]!.replace("http:", "https:");
+  await assert.rejects(Sandbox.create({ url: plain }), (error: unknown) => error instanceof ServerUnavailableError && error.outcome === "not_started" && /no TLS/.test(error.hint ?? ""));
   await using short = await Sandbox.create({ template: "base", memoryMib: 256 });
   await short.kill();
   const gone = await short.exec("true").catch((error: unknown) => error);

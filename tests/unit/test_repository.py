@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -223,3 +225,27 @@ def test_commands_of_the_readme_exist(command: tuple[str, ...]) -> None:
     assert "Usage: llm4agents " + name in done.stdout
     for option in options:
         assert re.search(rf"(^|[\s,]){re.escape(option)}\b", done.stdout), f"{name} has no {option}"
+
+
+def test_nginx_takes_the_configuration_that_is_told(tmp_path: Path) -> None:
+    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if nginx is None:
+        pytest.skip("there is no nginx here")
+    told = (ROOT / "docs/howto/behind-a-proxy.md").read_text()
+    server = told.partition("```nginx\n")[2].partition("```")[0]
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=sbx.example.com -keyout sbx.key -out sbx.pem"
+    )
+    subprocess.run(command.split(), cwd=tmp_path, capture_output=True, check=True)
+    # Its own places, and a port that an ordinary user may have; all else as told.
+    server = server.replace("/etc/ssl/", f"{tmp_path}/").replace("listen 443 ", "listen 127.0.0.1:4430 ")
+    temporary = "".join(
+        f"{name}_temp_path {tmp_path}/{name};\n"
+        for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\nhttp {{\naccess_log off;\n{temporary}{server}}}\n"
+    )
+    command = f"{nginx} -t -p {tmp_path} -c nginx.conf -e stderr"
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

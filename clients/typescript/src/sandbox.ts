@@ -114,13 +114,15 @@ export class Sandbox implements AsyncDisposable {
     return found.url;
   }
 
-  /** A request to a server in the sandbox, through its platform's server; `path` begins with `/`. Any status is an answer. */
-  fetch(port: number, path: string, init: { method?: string; headers?: Record<string, string>; body?: BodyInit; signal?: AbortSignal } = {}): Promise<Response> {
-    const [plain, query] = path.split("?", 2);
-    return this.#transport.send(init.method ?? "GET", `${this.#path}/ports/${port}${plain}`, {
-      headers: init.headers, body: init.body, signal: init.signal, raw: true,
-      query: query === undefined ? undefined : Object.fromEntries(new URLSearchParams(query)),
-    });
+  /** A request to a server in the sandbox, through its platform's server; `path` begins with `/`, and its query goes as it is. Any status is an answer. */
+  async fetch(port: number, path: string, init: { method?: string; headers?: Record<string, string>; body?: BodyInit; signal?: AbortSignal } = {}): Promise<Response> {
+    const server = `${this.#path}/ports/${port}/`;
+    const target = server + path.replace(/^\//, "");
+    // `fetch` resolves dots: such a path (a guest may have said it) would be a call of the API with the caller's key.
+    if (!new URL(this.#transport.url + target).pathname.startsWith(new URL(this.#transport.url + server).pathname)) {
+      throw new InvalidRequestError(`${path} leads out of the sandbox's server`, "invalid_request", "not_started", 0, "a path without .. that begins with /");
+    }
+    return this.#transport.send(init.method ?? "GET", target, { headers: init.headers, body: init.body, signal: init.signal, raw: true });
   }
 
   /** Memory, processes and files to disk; the next call brings them back, where auto-resume is on. */

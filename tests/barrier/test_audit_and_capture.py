@@ -44,7 +44,7 @@ def ask(box: Sandbox, name: str) -> None:
     box.exec(ASK.format(name=name, port=80))
 
 
-def test_the_audit_is_read_followed_and_kept(sdk: Node) -> None:
+def test_the_audit_is_read_followed_and_kept(sdk: Node, tmp_path: Path) -> None:
     with Sandbox("base", memory_mib=256) as box:
         followed: list[str] = []
 
@@ -55,6 +55,10 @@ def test_the_audit_is_read_followed_and_kept(sdk: Node) -> None:
 
         listener = threading.Thread(target=follow)
         listener.start()
+        command = [sys.executable, "-m", "llm4agents", "net", "log", box.id, "--follow", "--denied"]
+        told = tmp_path / "told"
+        with told.open("w") as out:
+            watcher = subprocess.Popen(command, env=sdk.env, stdout=out, stderr=subprocess.STDOUT)
         ask(box, "first.example")
         eventually(lambda: "first.example" in followed, 30)
         ask(box, "192.0.2.7")
@@ -64,6 +68,9 @@ def test_the_audit_is_read_followed_and_kept(sdk: Node) -> None:
         )
         assert found[0]["verdict"] == "deny" and found[0]["sandbox"] == box.id
         eventually(lambda: "192.0.2.7" in followed, 30)
+        # The command tells of each as it comes, and goes on.
+        eventually(lambda: "first.example" in told.read_text() and "192.0.2.7" in told.read_text(), 30)
+        assert watcher.poll() is None
         said = cli(sdk, "net", "log", box.id, "--denied", "--kind", "dns")
         assert said.returncode == 0 and "deny" in said.stdout and "first.example" in said.stdout
         assert "192.0.2.7" not in said.stdout
@@ -72,6 +79,7 @@ def test_the_audit_is_read_followed_and_kept(sdk: Node) -> None:
         assert cli(sdk, "net", "log", box.id, "--kind", "nonsense").returncode == 2
     listener.join(30)
     assert not listener.is_alive()  # the sandbox has ended, and so has its log
+    assert watcher.wait(30) == 0, told.read_text()
     assert "first.example" in cli(sdk, "net", "log", box.id).stdout
 
 

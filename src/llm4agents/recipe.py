@@ -21,7 +21,7 @@ from llm4agents import limits
 from llm4agents.errors import InvalidRequestError
 
 FILE: Final = "template.toml"
-BUILDER: Final = 1
+BUILDER: Final = 2
 """Of the way steps are done: another one makes every step anew."""
 OPS: Final = ("run", "copy", "env", "workdir", "user", "apt", "pip", "npm")
 BASES: Final = ("template", "debian", "image")

@@ -48,6 +48,11 @@ def command(step: Step, state: State) -> Command | None:
         line = f"python3 -m pip install --no-cache-dir --disable-pip-version-check {words}"
         return Command(line, "root", {**state.env, **_PIP}, state.workdir or "/", step.timeout_s)
     if step.op == "npm":
-        line = f"npm install -g --no-audit --no-fund {words} && npm cache clean --force >/dev/null 2>&1"
+        # Node looks for modules in every directory above a program, and nowhere near those that are global.
+        line = (
+            f"npm install -g --no-audit --no-fund --logs-max=0 {words} && "
+            '{ [ -e /node_modules ] || ln -s "$(npm root -g)" /node_modules; } && '
+            "npm cache clean --force >/dev/null 2>&1"
+        )
         return Command(line, "root", {**state.env, **_NPM}, state.workdir or "/", step.timeout_s)
     return None

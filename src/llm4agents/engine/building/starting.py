@@ -40,7 +40,7 @@ def words(run: Run) -> str:
 def failed(what: str, command: str, why: str, output: bytes = b"", **more: object) -> TemplateBuildError:
     """The error of a part of the recipe, with what was said last."""
     said = output[-limits.STEP_OUTPUT_TAIL_BYTES :].decode("utf-8", "replace").strip()
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+    last = telling(said)
     return TemplateBuildError(
         f"{what} failed: {command[:200]}: {why}" + (f": {last[:300]}" if last else ""),
         hint="the steps before it are kept: mend it and build again" if what != "start" else None,
@@ -48,6 +48,16 @@ def failed(what: str, command: str, why: str, output: bytes = b"", **more: objec
         output=said,
         **more,
     )
+
+
+def telling(said: str) -> str:
+    """Of what a failed command has said the line that says most: the last one, or of npm, which ends with advice, the
+    first that is more than a code. Pure."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("npm error ")]
+    if errors and lines[-1].startswith("npm "):
+        return next((line for line in errors if not line.startswith("npm error code ")), errors[0])
+    return lines[-1] if lines else ""
 
 
 async def start(agent: Agent, wanted: Start, run: Run, state: State, progress: Progress) -> None:

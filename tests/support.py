@@ -27,7 +27,10 @@ import pytest
 
 from llm4agents import config
 from llm4agents.barrier import workers
+from llm4agents.errors import HostSetupError
 from llm4agents.vmm import shim
+from llm4agents.vmm.firecracker import jail
+from llm4agents.vmm.jail import cgroups
 
 PATIENCE = float(os.environ.get("LLM4AGENTS_TEST_PATIENCE", "1"))
 """How many times slower this host is than an ordinary one (the laboratory): tests say how long in its seconds."""
@@ -198,13 +201,29 @@ class Node:
         pids = {pid for pid in pids if not Path(f"/proc/{pid}").exists()}
         return [path.name for path in (self.cache / "tmp").glob("*") if path.name.split("-")[0] in pids]
 
+    def traces(self, sandbox: str) -> list[Path]:
+        """What the host has of a sandbox: its directories, its VMM's jail and cgroup."""
+        run_dir = self.run / "vm" / sandbox
+        found = [place for place in (run_dir, self.state / "sandboxes" / sandbox) if place.exists()]
+        return found or traces(run_dir, self.state, sandbox)
+
     def leftovers(self) -> list[str]:
         left = [f"process {pid} {name}" for pid, name in self.processes()]
         left += [f"worker {pid} {name}" for name, pid in self.workers().items()]
-        for directory in (self.run / "vm", self.state / "sandboxes"):
+        for directory in (self.run / "vm", self.state / "sandboxes", self.state / "jails"):
             left += [str(path) for path in directory.glob("*")]
         left += [str(path) for path in (*self.run.glob("**/*.sock"), *self.tmp.iterdir())]
         return left
+
+
+def traces(run_dir: Path, state: Path, name: str) -> list[Path]:
+    """What a VMM has outside its `run_dir`: its jail (Firecracker's) and its cgroup, which is called after `name`."""
+    with contextlib.suppress(HostSetupError):
+        if (base := jail.base_of(run_dir, state)).exists():
+            return [base]
+    top = cgroups.hierarchy(Path("/proc/self/mountinfo").read_text())
+    own = f"{cgroups.PREFIX}{name}"
+    return [Path(at) / own for at, below, _ in os.walk(top) if own in below] if top else []
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from llm4agents import limits
+from llm4agents.config import settings
 from llm4agents.errors import BootError, ConflictError, LLM4AgentsError, VersionMismatchError
 from llm4agents.guest.verbs import Agent
 from llm4agents.images import disk
@@ -23,6 +24,7 @@ from llm4agents.images.volumes import Files
 from llm4agents.vmm import memory
 from llm4agents.vmm.base import Disk, MachineEvent, MachineRecord
 from llm4agents.vmm.shim import write_deadline
+from tests.support import eventually, traces
 
 from .lab import Frozen, Lab, alive, copy_sparse, in_lab, other_identity, record_of, run, talk, wake
 
@@ -92,6 +94,8 @@ def test_stop_leaves_nothing_but_the_record(frozen: Frozen) -> None:
         assert await machine.stop() == await machine.wait() == ended
         assert not alive(record)
         assert [path.name for path in record.run_dir.iterdir()] == ["exit"]
+        left = (record.run_dir, settings().state, record.id)
+        await asyncio.to_thread(eventually, lambda: not traces(*left))
         for call in (machine.pause, machine.resume, machine.channel, machine.stats):
             with pytest.raises(ConflictError):
                 await call()

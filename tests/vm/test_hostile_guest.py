@@ -34,7 +34,10 @@ REBOOT = "perl -e 'syscall(169, 0xfee1dead, 672274793, {}, 0)'"
 ENDS = {
     "panic": "echo c > /proc/sysrq-trigger",
     "reset": "echo b > /proc/sysrq-trigger",
-    "triple fault": "echo triple > /sys/kernel/reboot/type; echo b > /proc/sysrq-trigger",
+    # A kernel that does not take the word goes on, and the test fails: else it would be another reset.
+    "triple fault": (
+        "cd /sys/kernel/reboot && echo triple > type && grep -qx triple type && echo b > /proc/sysrq-trigger"
+    ),
     "reboot": REBOOT.format("0x01234567"),
     # The agent is PID 1: without it there is no guest.
     "agent's end": (
@@ -82,8 +85,7 @@ class Arena:
 
     def gone(self, sandbox: str) -> bool:
         """Nothing of an ended sandbox is left on the host."""
-        places = [self.node.run / "vm" / sandbox, self.node.state / "sandboxes" / sandbox]
-        return sandbox not in self.node.machines() and not [place for place in places if place.exists()]
+        return sandbox not in self.node.machines() and not self.node.traces(sandbox)
 
     def survived(self, sandbox: str, timeout_s: float = 60) -> bool:
         """Whether it answers again; else it has ended. Anything between fails the test."""

@@ -124,6 +124,8 @@ CLOSURE_BUILD_S: Final = 3_600
 """How old what a build has left must be to be taken for that of a killed one."""
 VMM_MEMORY_MIB: Final = 512
 """What a VMM's cgroup may take beyond its guest's memory: heap, translation cache, page cache of its disks."""
+ENTROPY_BYTES_PER_S: Final = 65_536
+"""What a guest may draw by its entropy device: its kernel wants 64 at a time, now and then."""
 VMM_PROCESSES_MAX: Final = 128
 """Threads of one VMM."""
 MEMORY_COMMIT: Final = 0.15

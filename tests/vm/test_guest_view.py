@@ -17,7 +17,7 @@ import pytest
 from llm4agents import limits
 from tests.support import PATIENCE, Node
 
-from .guests import DRIVERS, SLOTS, VIEWS, View, create, root, sections
+from .guests import DRIVERS, ENTROPY, SLOTS, VIEWS, View, create, root, sections
 
 pytestmark = pytest.mark.vm
 
@@ -37,6 +37,7 @@ LOOK = {
     "clocks": "cat /sys/class/rtc/*/name",
     "cpu": "grep -m1 flags /proc/cpuinfo",
     "kvm": "ls /dev/kvm",
+    "generator": "cat /sys/class/misc/hw_random/rng_current; head -c 64 /dev/hwrng | wc -c",
     "modules": "cut -d' ' -f1 /proc/modules",
     "release": "uname -r",
     "uptime": "cut -d. -f1 /proc/uptime",
@@ -104,6 +105,14 @@ def test_only_the_devices_there_should_be(seen: dict[str, str], view: View) -> N
     assert found == view.acpi
     assert ("No such file" not in seen["dmi"].splitlines()[0]) == view.dmi
     assert bool(seen["clocks"] and "No such" not in seen["clocks"]) == view.clock
+
+
+def test_the_entropy_device_gives_bytes(seen: dict[str, str], view: View) -> None:
+    read = seen["generator"].splitlines()
+    if ENTROPY in view.virtio:
+        assert read == ["virtio_rng.0", "64"]
+    else:
+        assert "virtio_rng" not in seen["generator"] and read[-1] == "0"
 
 
 def test_only_the_modules_of_these_devices_are_loaded(seen: dict[str, str], view: View) -> None:

@@ -105,6 +105,8 @@ def test_a_machine_is_configured_whole_and_in_one_order() -> None:
         "0x1": [("ecx", "0b" + "x" * 26 + "0" + "x" * 5)],
         "0x80000001": [("ecx", "0b" + "x" * 29 + "0" + "x" * 2)],
     }
+    bucket = {"size": limits.ENTROPY_BYTES_PER_S, "refill_time": 1000}
+    assert by_path["/entropy"] == {"rate_limiter": {"bandwidth": bucket}}
     # Names are relative, and so the same in every jail.
     names = [body["path_on_host"] for path, body in by_path.items() if path.startswith("/drives/")]
     names += [by_path["/boot-source"][key] for key in ("kernel_image_path", "initrd_path")]

@@ -139,7 +139,8 @@ def configure(spec: MachineSpec, rates: Rates = NO_RATES) -> list[Request]:
             drive["rate_limiter"] = limiter
         requests.append(("PUT", f"/drives/{slot}", drive))
     requests.append(("PUT", "/vsock", {"guest_cid": GUEST_CID, "uds_path": VSOCK_SOCKET}))
-    requests.append(("PUT", "/entropy", {}))
+    entropy = {"rate_limiter": Rate(bytes=limits.ENTROPY_BYTES_PER_S).limiter()}
+    requests.append(("PUT", "/entropy", entropy))
     balloon = {"amount_mib": 0, "deflate_on_oom": True, "stats_polling_interval_s": _BALLOON_POLL_S}
     requests.append(("PUT", "/balloon", balloon))
     nic: dict[str, Any] = {"iface_id": NIC, "guest_mac": limits.GUEST_MAC, "host_dev_name": TAP_NAME}

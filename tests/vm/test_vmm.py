@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -71,8 +70,27 @@ def test_what_cannot_be_had_says_why(shared_node: Node) -> None:
             assert answer.status_code >= 400 and vmm["detail"] in answer.json()["detail"]
 
 
-def test_the_operators_floor(nodes: Callable[..., Node], tmp_path: Path) -> None:
-    node = nodes(LLM4AGENTS_NESTED="refuse").start()
-    for path, body in (("/v1/sandboxes", {"template": "base"}), ("/v1/templates/base/build", {})):
-        answer = node.http.post(path, json={**body, "nested": True})
-        assert "LLM4AGENTS_NESTED=refuse" in answer.text and answer.status_code >= 400, answer.text
+def test_the_operators_floor_holds_for_those_made_before_it(nodes: Callable[..., Node]) -> None:
+    node = nodes().start()
+    nested = node.create("base", memory_mib=256, nested=True)
+    node.call("POST", f"/v1/sandboxes/{nested}/pause", json={})
+    node.stop(keep=True)
+    node.env["LLM4AGENTS_NESTED"] = "refuse"
+    node.start()
+    of = f"/v1/sandboxes/{nested}"
+    for path, body in (
+        ("/v1/sandboxes", {"template": "base", "nested": True}),
+        ("/v1/templates/base/build", {"nested": True}),
+        (f"{of}/resume", {}),
+        (f"{of}/resume", {"cold": True}),
+        (f"{of}/exec", {"command": "true"}),
+        (f"{of}/fork", {}),
+    ):
+        answer = node.http.post(path, json=body)
+        assert "LLM4AGENTS_NESTED=refuse" in answer.text and answer.status_code >= 400, (path, answer.text)
+    assert node.get(nested)["state"] == "paused" and not node.machines()
+    del node.env["LLM4AGENTS_NESTED"]
+    node.stop(keep=True)
+    node.start()
+    assert node.exec(nested, "echo on")["stdout"] == "on\n", "none the worse"
+    node.call("DELETE", of)

@@ -1,7 +1,7 @@
 """What each version of Firecracker lacks, in one place. Pure.
 
-Read from its change log and its sources at the tags v1.12.0 to v1.16.1. Patch releases matter: what was mended in
-1.15.0 came to 1.14 and 1.13 as well, at the versions below.
+Read from its change log and its sources at the tags v1.12.0 to v1.16.1; only 1.12.1 has run. Patch releases matter:
+what was mended in 1.15.0 came to 1.14 and 1.13 as well, at the versions below.
 """
 
 from __future__ import annotations

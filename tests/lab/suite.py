@@ -22,14 +22,14 @@ NEED_PYTHON = (
     "tests/vm/test_engine.py::test_code_keeps_its_state_and_streams",
     "tests/vm/test_clones.py::test_an_interpreter_draws_its_own_numbers",
     "tests/vm/test_clones.py::test_a_program_started_in_a_clone_draws_its_own_numbers",
-    "tests/vm/test_clones.py::test_a_clone_has_the_right_time",
+    "tests/vm/test_clones.py::test_an_interpreter_has_the_right_time",
     "tests/vm/test_clones.py::test_variables_are_private",
     "tests/vm/test_clones.py::test_three_in_parallel",
     "tests/vm/test_clones.py::test_environment_given_at_create",
     "tests/vm/test_clones.py::test_code_runs_as_user_and_as_root_on_request",
 )
 """Of the template `python`, whose interpreter takes more than its two minutes to warm up in a machine within an
-emulated one. The entropy, clock and names that they check are given by the same `post_restore` as `base`'s."""
+emulated one. The entropy and names that they check are given by the same `post_restore` as `base`'s."""
 SLOW = (
     "tests/vm/test_pause.py::test_twenty_cycles_lose_nothing_and_do_not_grow",
     "tests/vm/test_pause.py::test_a_flood_that_nobody_reads_and_random_numbers_are_neither_lost_nor_repeated",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +29,7 @@ OWN = secrets.token_hex(8)
 def node(shared_nodes: Callable[..., Node]) -> Iterator[Node]:
     node = shared_nodes().start()
     yield node
-    for name in ("t-shop", "t-next", "t-many", "t-of-snapshot", "t-snapshot", "t-killed"):
+    for name in ("t-shop", "t-next", "t-many", "t-of-snapshot", "t-snapshot", "t-killed", "t-file"):
         node.http.delete(f"/v1/templates/{name}")
 
 
@@ -306,3 +309,73 @@ def test_from_a_snapshot(node: Node) -> None:
         assert out(node, sandbox, "cat read; grep -c TOKEN saw || true") == "made by hand\n0"
     finally:
         node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+
+
+def test_a_file_and_the_command_line(node: Node, tmp_path: Path) -> None:
+    place = tmp_path / "t-file"
+
+    def l4a(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "llm4agents", "template", *words]
+        done = subprocess.run(command, env=node.env, cwd="/", capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done
+        return done
+
+    # What `init` writes is one, with the directory's name, and is written over nothing.
+    l4a("init", str(place))
+    example = Template.from_file(place)
+    assert example.name == "t-file" and example.to_dict()["from"] == {"template": "python"}
+    assert "exists" in l4a("init", str(place), code=3).stderr
+    (place / "app").mkdir()
+    (place / "app" / "word").write_text("of the file\n")
+    (place / "app" / "debug.log").write_text("not sent")
+    (place / "template.toml").write_text(
+        f"""name = "t-file"
+description = "made from a file"
+memory_mib = {MEMORY}
+network = []
+ignore = ["*.log"]
+from.template = "base"
+
+[[steps]]
+workdir = "/srv/file"
+
+[[steps]]
+copy = "app"
+to = "."
+
+[[steps]]
+run = "cat word; ls; echo {OWN} > greeting"
+"""
+    )
+    said = l4a("build", str(place)).stderr
+    assert "[3/3] done: run cat word" in said and "    of the file" in said and "debug.log" not in said
+    assert re.search(r"^t-file is built \([\d.]+ MiB\): llm4agents create -t t-file$", said, re.MULTILINE), (
+        said
+    )
+    listed = l4a("ls").stdout.splitlines()
+    assert re.split(r"\s{2,}", listed[0])[-3:] == ["SIZE", "AGE", "WHAT IS IN IT"]
+    rows = {line.split()[0]: line for line in listed[1:]}
+    assert re.fullmatch(
+        rf"t-file +yes +1 +{MEMORY} MiB +\S+.* [\d.]+ MiB +\d+ (s|min) +made from a file", rows["t-file"]
+    ), rows["t-file"]
+    shown = l4a("show", "t-file").stdout
+    assert f"1 vCPU, {MEMORY} MiB" in shown and "/srv/file" in shown and "made from a file" in shown
+    recipe = node.call("GET", "/v1/templates/t-file")["recipe"]
+    assert f"echo {OWN}" in recipe["steps"][2]["run"]
+    assert json.loads(shown[shown.index("{") :]) == recipe
+    for words in (["logs", "t-file"], ["logs", "t-file", "--follow"]):
+        told = l4a(*words)
+        assert "of the file" in told.stdout and "the build of t-file: done" in told.stderr, told
+    # The SDK reads the same from it: nothing is to be built.
+    with sdk_of(node):
+        again = Template.from_file(place / "template.toml").build()
+    assert again.name == "t-file" and "done" not in [step.status for step in again.steps]
+    sandbox = node.create("t-file")
+    try:
+        assert out(node, sandbox, "pwd; cat word greeting; ls") == (
+            f"/srv/file\nof the file\n{OWN}\ngreeting\nword"
+        )
+    finally:
+        node.call("DELETE", f"/v1/sandboxes/{sandbox}")
+    l4a("rm", "t-file")
+    assert "t-file" not in l4a("ls").stdout

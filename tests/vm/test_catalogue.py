@@ -104,6 +104,19 @@ def test_bun() -> None:
             assert says(box, "bun add is-odd@3.0.1 >/dev/null 2>&1 && bun run odd.ts").strip() == "true"
 
 
+def test_node() -> None:
+    with Sandbox("node") as box:
+        box.files.write("hello.ts", "const word: string = 'hello'; console.log(`${word} from Node`)\n")
+        assert says(box, "node hello.ts") == "hello from Node\n"
+        box.files.write(
+            "serve.mjs",
+            "import { createServer } from 'node:http';\n"
+            "createServer((_, answer) => answer.end('node here')).listen(8000, '127.0.0.1');\n",
+        )
+        with serving(box, "node serve.mjs") as url:
+            assert fetch(url) == "node here"
+
+
 def test_go() -> None:
     with Sandbox("go", network="packages") as box:
         box.files.write(
@@ -150,6 +163,9 @@ def test_java() -> None:
         )
         assert says(box, "javac Hello.java && java Hello") == "hello from Java\n"
         assert says(box, '"$JAVA_HOME"/bin/java -version 2>&1').startswith("openjdk")
+        # What stands in for a host that has a credential is trusted by Java, too, by its own store.
+        listed = says(box, "keytool -list -cacerts -storepass changeit 2>/dev/null")
+        assert "llm4agents-node" in listed and "trustedCertEntry" in listed
         with serving(box, "java Hello serve") as url:
             assert fetch(url) == "java here"
 

@@ -593,7 +593,7 @@ def test_a_request_under_way_is_cut(node: Lab, site: Any) -> None:
         assert node.ask("policy", sandbox=here.name, policy=here.policy(["allow GET HOST/short"]))["cut"] == 1
         with pytest.raises((ConnectionError, ssl.SSLError, IncompleteRead)):
             answer.read()
-    assert "policy denies" in here.record()["reason"]
+    assert "cut by a new policy" in here.record()["reason"]
 
 
 def test_bytes_and_rate_of_a_rule(site: Any) -> None:

@@ -410,7 +410,9 @@ class Barrier:
         if not wish.intercepts:
             cut = 0
             if entry.intercept is not None and self._intercept is not None and self._intercept.up:
-                answer = await self._ask(self._intercept, {"op": "leave", "sandbox": sandbox})
+                answer = await self._ask(
+                    self._intercept, {"op": "leave", "sandbox": sandbox, "changed": True}
+                )
                 cut = int(answer.get("cut") or 0)
             entry.intercept = None
             return cut

@@ -10,9 +10,11 @@ import pytest
 from llm4agents import limits
 from tests.barrier.attacks.guest import GATEWAY, INTERCEPTOR, Case, Guest
 from tests.barrier.attacks.kit import (
+    client_hello,
     contextlib,
     dns_query,
     fetch,
+    records,
     resolve,
     socket,
     ssl,
@@ -24,7 +26,8 @@ from tests.support import eventually
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
-NAME, EVIL, OTHER = "api.example.com", "evil.example.net", "other.example.com"
+NAME, EVIL, OTHER, READ = "api.example.com", "evil.example.net", "other.example.com", "files.example.com"
+OTHER_ADDRESS = "93.184.216.35"
 MIB = 1_048_576
 FLAT_BYTES_MAX = 24 * MIB
 """What a process may hold more during a flood than before it."""
@@ -139,36 +142,54 @@ def test_more_names_than_a_sandbox_can_have(case: Case, neighbour: Guest) -> Non
         mine.kill()
 
 
-def slow_loris(address: str, count: int, seconds: float) -> int:
-    """Heads that never end, a byte at a time; how many are still open at the end."""
-    held = []
-    for _ in range(count):
-        with contextlib.suppress(OSError):
-            sock = socket.create_connection((address, 80), 3)
-            sock.sendall(b"GET /")
-            held.append(sock)
+def slow_loris(where: dict[str, tuple[str, str, int]], seconds: float) -> dict[str, tuple[int, int]]:
+    """A byte at a time of what never ends: a "head", a head within "tls", or what follows a "hello". `where`: kind to
+    address, name and how many. Of each kind, how many were opened and how many are open at the end."""
+    held: list[tuple[str, Any]] = []
+    for kind, (address, name, count) in where.items():
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                sock: Any = socket.create_connection((address, 80 if kind == "head" else 443), 3)
+                sock.settimeout(10)
+                if kind == "tls":
+                    sock = tls_context().wrap_socket(sock, server_hostname=name)
+                if kind == "hello":
+                    sock.sendall(records(client_hello(name)))
+                    sock.recv(1)  # the server's
+                    sock.sendall(b"\x17\x03\x03\x40\0")
+                else:
+                    sock.sendall(b"GET /")
+                held.append((kind, sock))
+    opened = [kind for kind, _ in held]
     end = time.monotonic() + seconds
     while held and time.monotonic() < end:
         time.sleep(1)  # a byte a second is the attack
-        for sock in list(held):
+        for one in list(held):
             try:
-                sock.sendall(b"a")
+                one[1].sendall(b"a")
             except OSError:
-                held.remove(sock)
-    return len(held)
+                held.remove(one)
+    left = [kind for kind, _ in held]
+    return {kind: (opened.count(kind), left.count(kind)) for kind in where}
 
 
 def test_slow_loris(case: Case, neighbour: Guest) -> None:
-    case.guest.network([f"allow {NAME}"])
-    address = case.guest.run(resolve, NAME)["addresses"][0]
-    seconds = limits.FIRST_BYTES_S + 4
-    left, growth = watched(
-        case, GATEWAY, lambda: case.guest.run(slow_loris, address, 300, seconds), neighbour
-    )
-    assert left == 0, f"{left} of 300 connections live on"
+    """Before the gateway, which looks at what is spliced, and before the interceptor, that reads requests."""
+    case.guest.network([f"allow {NAME}", f"allow GET {READ}/*"])
+    assert case.guest.run(fetch, f"https://{READ}/")["status"] == 200
+    address, read = (case.guest.run(resolve, name)["addresses"][0] for name in (NAME, READ))
+    where = {"tls": (read, READ, 20), "hello": (read, READ, 20), "head": (address, NAME, 300)}
+    seconds = max(limits.FIRST_BYTES_S, limits.INTERCEPT_HEAD_TIMEOUT_S) + 4
+    case.again()
+    found, growth = watched(case, GATEWAY, lambda: case.guest.run(slow_loris, where, seconds), neighbour)
+    assert found == {kind: (count, 0) for kind, (_, _, count) in where.items()}, "opened, and still open"
     assert growth < FLAT_BYTES_MAX, f"{growth / MIB:.1f} MiB more"
-    assert not [one for one in case.lab.arrived(case.mark, address="93.184.216.34") if one.method]
+    assert not [one for one in case.lab.arrived(case.mark) if one.method and one.address != OTHER_ADDRESS]
+    case.denied(kind="connection", name=NAME, port=80)
+    for reason in ("the request's head took too long", "the TLS handshake took too long"):
+        case.denied(kind="connection", name=READ, rule="framing", reason=reason)
     assert case.guest.run(fetch, f"http://{NAME}/")["status"] == 200
+    assert case.guest.run(fetch, f"https://{READ}/")["status"] == 200
 
 
 def transfer(url_host: str, port: int, secure: bool, down: int, up: int) -> tuple[int, int, float]:
@@ -243,7 +264,9 @@ def test_bounds_of_rules(case: Case) -> None:
     """A rule's bytes end its connections; its rate holds them back."""
     case.guest.network([f"allow {NAME} bytes=1MiB"])
     got, _, _ = case.guest.run(transfer, NAME, 80, False, 8 * MIB, 0)
-    assert got <= 1 * MIB + 65_536
+    assert 65_536 < got <= 1 * MIB + 65_536
+    assert case.guest.run(fetch, f"http://{NAME}/")["status"] in (0, 403)
+    case.denied(kind="connection", name=NAME, reason="the bytes this rule allows are used up")
     case.guest.network([f"allow {NAME} rate=1MiB/s"])
     got, _, seconds = case.guest.run(transfer, NAME, 80, False, 3 * MIB, 0)
     assert got >= 3 * MIB and seconds > 1.2

@@ -80,6 +80,7 @@ def test_an_old_connection_after_the_policy_changed(case: Case, kind: str, after
     assert not _reuse(case.guest, port)
     case.lab.settle()
     assert not [one for one in case.lab.arrived(case.mark) if one.method or one.body_bytes]
+    assert "cut by a new policy" in case.denied(kind="connection", name=NAME, port=port)["reason"]
     case.guest.network([rule])
     assert _hold(case.guest, port, secure)
 

@@ -208,7 +208,8 @@ class Flow:
         meter = None if self.verdict is None else self.box.meter(self.verdict)
         if meter is not None:
             meter.take(sum(count.values()))
-        self.end("allow", **count)
+        rule, reason = (str(message[key])[:500] if key in message else None for key in ("rule", "reason"))
+        self.end("allow" if rule is None else "deny", rule=rule, reason=reason, **count)
 
     # -- ends ---------------------------------------------------------------------------------------------
 

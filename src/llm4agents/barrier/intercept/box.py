@@ -45,17 +45,22 @@ class Box:
         self.placeholders = [(b.secret, pattern(b.placeholder)) for b in policy.bindings if b.placeholder]
         cut = 0
         for connection in list(self.connections.values()):
-            if (reason := connection.denied_now()) is not None:
-                connection.cut(reason)
+            if (found := connection.denied_now()) is not None:
+                rule, reason = found
+                connection.cut(f"cut by a new policy: {reason}", rule)
                 cut += 1
         return cut
 
     def know(self, secrets: Mapping[str, Value], *, add: bool) -> None:
         self.values = self.values.with_(secrets) if add else self.values.renewed(secrets)
 
-    def end(self) -> None:
+    def end(self, *, changed: bool = False) -> None:
+        """The sandbox has ended, or its policy has `changed` into one that nothing is looked into for."""
         for connection in list(self.connections.values()):
-            connection.cut("the sandbox has ended")
+            if changed:
+                connection.cut("cut by a new policy: nothing is looked into any more", "policy")
+            else:
+                connection.cut("the sandbox has ended")
 
     def meter(self, verdict: Verdict) -> Meter | None:
         """The one of a rule, for as long as the sandbox lives; None when the rule has no limits."""

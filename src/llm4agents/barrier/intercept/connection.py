@@ -130,6 +130,7 @@ class Connection(ConnectionHandler):
         self._progress = asyncio.Event()
         self._dial_error: DialError | None = None
         self._cut: str | None = None
+        self._rule: str | None = None
         self._meter: Meter | None = None
         self.transports[client] = ConnectionIO(handler=None, reader=reader, writer=writer)
         self._layers(context)
@@ -191,23 +192,34 @@ class Connection(ConnectionHandler):
             return "refused"
         return None
 
-    def denied_now(self) -> str | None:
-        """Why the sandbox's policy, which has changed, forbids what is open; None: it does not."""
+    def expire(self, now: float) -> None:
+        """Cut it if it has had its time."""
+        reason = self.overdue(now)
+        if reason is not None:
+            self.cut(reason, None if reason == "refused" else "framing")
+
+    def denied(self) -> dict[str, str]:
+        """The rule and the reason for which it was cut, if it was denied."""
+        return {} if self._rule is None else {"rule": self._rule, "reason": self._cut or ""}
+
+    def denied_now(self) -> tuple[str, str] | None:
+        """By which rule and why the sandbox's policy, which has changed, forbids what is open; None: it does not."""
         policy = self.box.policy
         if policy.rewrite(self.asked) != self.target:
-            return "a new policy leads its name elsewhere"
+            return "policy", "it would go elsewhere now"
         verdict = policy.connect(self.target, "tls" if self.encrypted else "http")
         if verdict.allowed and self.exchange is not None and not self.exchange.over:
             verdict = policy.request(self.target, self.exchange.request())
         if verdict.allowed and self.dialled is not None:
             verdict = policy.address(self.target, self.dialled, self.interceptor.dialler.own_addresses())
-        return None if verdict.allowed else f"a new policy denies it: {verdict.rule}"
+        return None if verdict.allowed else (verdict.rule, verdict.reason)
 
-    def cut(self, reason: str) -> None:
-        """End it at once, with a reset."""
+    def cut(self, reason: str, rule: str | None = None) -> None:
+        """End it at once, with a reset. `rule`: what denies it, which is told of the whole connection."""
         if self._cut is not None:
             return
         self._cut = reason
+        self._rule = rule
         for io in list(self.transports.values()):
             if io.writer is not None:
                 sock = io.writer.get_extra_info("socket")

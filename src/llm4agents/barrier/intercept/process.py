@@ -169,7 +169,7 @@ class Interceptor:
         cut = 0
         if box is not None:
             cut = len(box.connections)
-            box.end()
+            box.end(changed=bool(message.get("changed")))
         return {"cut": cut}
 
     async def _accept(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -214,6 +214,7 @@ class Interceptor:
     async def _serve(self, gateway: Gateway, message: dict[str, Any], client: socket.socket) -> None:
         flow = str(message["flow"])
         sent = received = 0
+        denied = dict[str, str]()
         try:
             box = self.boxes.get(str(message.get("sandbox")))
             encrypted = bool(message.get("tls"))
@@ -232,6 +233,7 @@ class Interceptor:
                 await connection.run()
             finally:
                 sent, received = connection.sent, connection.received
+                denied = connection.denied()
                 box.connections.pop(flow, None)
         except Exception as error:
             broken(error)
@@ -239,7 +241,7 @@ class Interceptor:
         finally:
             self.totals["bytes_in"] += sent
             self.totals["bytes_out"] += received
-            gateway.tell({"event": "ended", "flow": flow, "bytes_in": sent, "bytes_out": received})
+            gateway.tell({"event": "ended", "flow": flow, "bytes_in": sent, "bytes_out": received} | denied)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.gateway is not None:
@@ -251,8 +253,7 @@ class Interceptor:
             now = time.monotonic()
             for box in self.boxes.values():
                 for connection in list(box.connections.values()):
-                    if (reason := connection.overdue(now)) is not None:
-                        connection.cut(reason)
+                    connection.expire(now)
 
 
 def _policy(message: dict[str, Any]) -> Policy:

@@ -238,8 +238,10 @@ def test_who_asks_for_the_same_shares_a_build_and_a_cancel_ends_it(node: Node) -
         for event in lines(answer):
             if event["type"] == "step" and event["step"] == 1:
                 break
-    eventually(lambda: not node.machines() and not list((node.run / "vm").glob("*")))
-    state = node.call("GET", "/v1/templates/t-many/build")
+    state = eventually(
+        lambda: (now := node.call("GET", "/v1/templates/t-many/build"))["state"] != "building" and now
+    )
+    assert not node.machines() and not list((node.run / "vm").glob("*"))
     assert state["state"] == "cancelled" and state["steps"][0]["status"] == "cached"
 
 

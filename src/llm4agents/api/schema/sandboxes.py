@@ -165,6 +165,8 @@ class Isolation(Answer):
     run_dir: str
     host: dict[str, Json]
     processes: list[dict[str, Json]]
+    clone: bool = Field(description="Its VMM runs on the memory of a template; else it was booted.")
+    files_known: bool = Field(description="Which files its VMM was given was written down when it started.")
 
 
 class Traffic(Answer):

@@ -77,6 +77,8 @@ class Builds:
         self.steps, self.copies = self._making.steps, self._making.copies
         self._templates, self._cache, self._drivers, self._logs = templates, workshop.cache, drivers, logs
         self._running: dict[tuple[str, str, Shape, bool], _Build] = {}
+        self._ending: list[_Build] = []
+        """Those that nobody joins any more, and whose machines are not gone yet."""
         self.find: Callable[[str, str], str] = lambda name, project: name
         """The template that a name means to a project."""
         self.room: Callable[[str], None] = lambda name: None
@@ -162,7 +164,10 @@ class Builds:
                 )
 
     def _over(self, build: _Build) -> None:
-        self._running.pop(build.key, None)
+        if self._running.get(build.key) is build:  # not one that has begun since
+            del self._running[build.key]
+        if build in self._ending:
+            self._ending.remove(build)
         assert build.task is not None
         if build.task.cancelled():
             build.log.add(
@@ -182,7 +187,9 @@ class Builds:
     async def _end(self, build: _Build, why: str) -> None:
         assert build.task is not None
         # Forgotten first: who asks from now on must not join a build that is being ended.
-        self._running.pop(build.key, None)
+        if self._running.get(build.key) is build:
+            del self._running[build.key]
+            self._ending.append(build)
         build.cancelled = build.cancelled or why
         build.task.cancel()
         await asyncio.wait({build.task})
@@ -212,10 +219,9 @@ class Builds:
 
     def state(self, name: str) -> dict[str, Any]:
         """`{state, steps, events, dropped}` of the build under way, or of the last one. Raises NotFoundError."""
-        for build in self._running.values():
-            if build.wanted.name == name:
-                steps, events = [dict(step) for step in build.steps], list(build.log.events)
-                return {"state": "building", "steps": steps, "events": events, "dropped": build.log.dropped}
+        if (build := self._under_way(name)) is not None:
+            steps, events = [dict(step) for step in build.steps], list(build.log.events)
+            return {"state": "building", "steps": steps, "events": events, "dropped": build.log.dropped}
         events = buildlog.read(self._log_of(name)) or []
         if not events:
             raise NotFoundError(f"no build of {name} is known", hint="llm4agents template build makes one")
@@ -229,7 +235,7 @@ class Builds:
 
     async def follow(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the build under way as they come, to its end; of the last one when there is none."""
-        build = next((one for one in self._running.values() if one.wanted.name == name), None)
+        build = self._under_way(name)
         if build is None:
             for event in self.state(name)["events"]:
                 yield event
@@ -244,6 +250,11 @@ class Builds:
                     return
         finally:
             leave()
+
+    def _under_way(self, name: str) -> _Build | None:
+        return next(
+            (one for one in (*self._running.values(), *self._ending) if one.wanted.name == name), None
+        )
 
     def _log_of(self, name: str) -> Path:
         return self._logs / f"{name}.jsonl"
@@ -287,7 +298,7 @@ class Builds:
 
     def prune(self, *, everything: bool) -> list[str]:
         """Remove kept disks and files that no build has used for KEPT_S, or all; the paths. Not under a build."""
-        if self._running:
+        if self._running or self._ending:
             return []
         gone = self.steps.evict(0) if everything else self.steps.evict(unused_s=KEPT_S)
         return gone + self.copies.prune(everything=everything, unused_s=KEPT_S, now=time.time())

@@ -422,6 +422,8 @@ OPERATIONS: Final[Operations] = {
             "run_dir": "/run/llm4agents/vm/sbx_0123456789abcdefghij",
             "host": {},
             "processes": [],
+            "clone": True,
+            "files_known": True,
         },
     ),
     ("GET", f"{_S}/traffic"): Operation(

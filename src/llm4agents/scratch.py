@@ -33,9 +33,8 @@ def held(top: Path) -> Iterator[Path]:
 def abandoned(path: Path) -> Iterator[bool]:
     """Whether nobody holds `path`, and nobody will as long as this lasts."""
     fd = None
-    with contextlib.suppress(
-        OSError
-    ):  # no directory, somebody else's, a file system that locks none: not ours to take
+    # No directory, somebody else's, or a file system that locks none: not ours to take.
+    with contextlib.suppress(OSError):
         fd = _locked(path)
     try:
         yield fd is not None
